@@ -29,9 +29,9 @@ def main() -> None:
     for name in estimators.ESTIMATORS:
         times = []
         for _ in range(ROUNDS):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             estimators.advantages(name, experience, gamma=0.99, ddof=0, eps=1e-9, weighting="turn")
-            times.append(1e3 * (time.perf_counter() - begun))
+            times.append(1e3 * (time.perf_counter() - started_at))
         rows.append(Row(f"{name} on 1,024 × 8", statistics.median(times), "ms", "budget", BUDGET_MS, 1.0, "lower"))
     report("estimators", rows)
 

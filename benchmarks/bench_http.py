@@ -1,7 +1,7 @@
-"""The parts of the orchestrator's HTTP protocol, each beside an orchestrator without it.
+"""Gain from each optimization of the orchestrator's HTTP protocol, against an orchestrator without it.
 
-Both serve at the same time, and are asked in turns: what others do on this machine meets both. For submissions CPU
-seconds count; for pulls, in which the client works too, lower quartiles of the time.
+Both orchestrators run at the same time and get their requests alternately, so other load on this machine affects both.
+Submissions are measured in CPU seconds; pulls, in which the client works too, by the lower quartile of their duration.
 
     python -m benchmarks.bench_http
 """
@@ -25,54 +25,55 @@ from headrace.wire.messages import Assignment
 CONNECTIONS, CHUNK, CHUNKS = 64, 256, 32
 ROUNDS, PULLS = 20, 15
 
-WINS = 0.95
-"""A part that wins less than a twentieth is not worth its code."""
+MAX_RATIO = 0.95
+"""An optimization that saves less than 5 % is not worth its code."""
 
 
 def main() -> None:
     rows = []
     for title, template in (("37 KB", load.Template.long), ("one turn", load.Template.short)):
-        ours, theirs = submissions(template)
-        title = f"CPU of the service for a submission of {title}"
-        rows.append(Row(title, ours, "µs", "with a task for it", theirs, WINS, "lower"))
-    ours, one_by_one, unbound = pulls()
-    title = f"pull of {bench_pull.TRAJECTORIES}"
+        direct_us, task_us = measure_submissions(template)
+        work = f"CPU of the service for a submission of {title}"
+        rows.append(Row(work, direct_us, "µs", "with a task per request", task_us, MAX_RATIO, "lower"))
+    pull_ms, single_buffers_ms, unlimited_ms = measure_pulls()
+    work = f"pull of {bench_pull.TRAJECTORIES}"
     rows += [
-        Row(title, ours, "ms", "its buffers one by one", one_by_one, WINS, "lower"),
-        Row(title, ours, "ms", "the kernel's send buffer", unbound, WINS, "lower"),
+        Row(work, pull_ms, "ms", "buffers sent one by one", single_buffers_ms, MAX_RATIO, "lower"),
+        Row(work, pull_ms, "ms", "send buffer not limited", unlimited_ms, MAX_RATIO, "lower"),
     ]
     report("http", rows)
 
 
-def submissions(template: Callable[[Assignment], load.Template]) -> tuple[float, float]:
-    """CPU microseconds of a submission, with the part and without it."""
+def measure_submissions(template: Callable[[Assignment], load.Template]) -> tuple[float, float]:
+    """Return the CPU microseconds of a submission, answered directly and in a task of its own."""
     with ExitStack() as stack:
         both = [stack.enter_context(service()) for _ in range(2)]
         both[0].start_orchestrator()
         both[1].start_orchestrator("benchmarks.http_without", "direct")
-        requests = [requests_of(running, template) for running in both]
-        spent = [0.0, 0.0]
+        requests = [make_submissions(running, template) for running in both]
+        cpu_s = [0.0, 0.0]
         for chunk in range(CHUNKS):
             for number in (0, 1) if chunk % 2 else (1, 0):
-                before = both[number].cpu_s()["orchestrator"]
-                taken, requests[number] = requests[number][:CHUNK], requests[number][CHUNK:]
-                load.send(both[number].port, taken, CONNECTIONS)
-                spent[number] += both[number].cpu_s()["orchestrator"] - before
-    ours, theirs = (1e6 * each / (CHUNK * CHUNKS) for each in spent)
-    return ours, theirs
+                before_s = both[number].cpu_s()["orchestrator"]
+                batch, requests[number] = requests[number][:CHUNK], requests[number][CHUNK:]
+                load.send(both[number].port, batch, CONNECTIONS)
+                cpu_s[number] += both[number].cpu_s()["orchestrator"] - before_s
+    direct_us, task_us = (1e6 * each / (CHUNK * CHUNKS) for each in cpu_s)
+    return direct_us, task_us
 
 
-def requests_of(running: Service, template: Callable[[Assignment], load.Template]) -> list[bytes]:
-    """Submissions of attempts that were leased before."""
+def make_submissions(running: Service, template: Callable[[Assignment], load.Template]) -> list[bytes]:
+    """Create a run, lease all its attempts and encode a submission for each."""
     with Client(running.url, keepalive=False) as client:
         client.create_run(ingest.spec(new_id(), CHUNK * CHUNKS))
         attempts = load.lease(running.url, CHUNK * CHUNKS)
-    made = template(attempts[0])
-    return load.requests_of(attempts, [made.record(attempt, new_id()) for attempt in attempts], 1)
+    records = template(attempts[0]).records(attempts)
+    return load.submission_requests(attempts, records, 1)
 
 
-def pulls() -> tuple[float, float, float]:
-    """Milliseconds of a pull: as it is, and without the two parts that it goes through."""
+def measure_pulls() -> tuple[float, float, float]:
+    """Return the milliseconds of a pull: with both optimizations, without gathered buffers, and without the limit on
+    the send buffer."""
     with ExitStack() as stack:
         services = [stack.enter_context(service()) for _ in range(3)]
         services[0].start_orchestrator()
@@ -84,19 +85,19 @@ def pulls() -> tuple[float, float, float]:
             bench_pull.fill(running)
         seconds: list[list[float]] = [[], [], []]
         for _ in range(ROUNDS):
-            for client, found in zip(clients, seconds, strict=True):
-                found += pull(client)
-    ours, one_by_one, unbound = (1e3 * float(np.quantile(found, 0.25)) for found in seconds)
-    return ours, one_by_one, unbound
+            for client, times in zip(clients, seconds, strict=True):
+                times += time_pulls(client)
+    pull_ms, single_buffers_ms, unlimited_ms = (1e3 * float(np.quantile(times, 0.25)) for times in seconds)
+    return pull_ms, single_buffers_ms, unlimited_ms
 
 
-def pull(client: Client) -> list[float]:
-    """Seconds of each pull of the same batch."""
+def time_pulls(client: Client) -> list[float]:
+    """Pull the same batch repeatedly; return the seconds of each pull."""
     seconds = []
     for _ in range(PULLS):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         batch = client.pull("pull", timeout_s=30)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
         client.nack(batch, "measured")
     return seconds
 

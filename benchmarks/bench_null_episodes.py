@@ -1,7 +1,7 @@
-"""Null episodes through the whole path: dispatched, played, validated, stored durably, counted.
+"""Throughput of null episodes through the whole system: leased, run, validated, stored durably, counted.
 
-One turn each, in groups of eight. With the policy over HTTP, and with one in the worker's process; beside them a bare
-loop that only asks the same policy server, which is the ceiling of the first.
+Episodes have one turn and come in groups of eight. The policy is a server or part of the worker's process; a bare loop
+that only sends requests to the same policy server gives the upper bound for the first.
 
     python -m benchmarks.bench_null_episodes [--profile]
 """
@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.service import Service, rate, service, stored, wait_for
+from benchmarks.service import Service, count_stored, rate, service, wait_for
 from benchmarks.table import Row, report
 from headrace import Client
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 
-REACH_HTTP, REACH_IN_PROCESS = 2_000.0, 10_000.0
-"""Episodes per second on two cores that the project sets itself."""
+GOAL_HTTP, GOAL_IN_PROCESS = 2_000.0, 10_000.0
+"""The project's goals, in episodes per second on two cores."""
 
 SPEC: dict[str, Any] = {
     "name": "null",
@@ -43,49 +43,49 @@ def main() -> None:
         bare = asyncio.run(bare_requests(f"{running.policy_url}/v1/completions", 128, 8_000))
     with service(profile=profile) as running:
         running.start_orchestrator()
-        for number in (0, 1):  # while one runs its episodes, the other leases and hands in
+        for number in (0, 1):  # while one runs its episodes, the other leases and submits
             running.start_worker("--policy", "benchmarks.null:policy", slots=1024, name=f"worker-{number}")
         in_process = measure(running, first=5_000, last=65_000)
     report(
         "null_episodes",
         [
-            Row("null episodes, policy over HTTP", over_http, "1/s", "the goal", REACH_HTTP, 1.0, "higher"),
+            Row("null episodes, policy over HTTP", over_http, "1/s", "the goal", GOAL_HTTP, 1.0, "higher"),
             Row("null episodes, policy over HTTP", over_http, "1/s", "bare requests to it", bare, 0.5, "higher"),
-            Row("null episodes, policy in process", in_process, "1/s", "the goal", REACH_IN_PROCESS, 1.0, "higher"),
+            Row("null episodes, policy in process", in_process, "1/s", "the goal", GOAL_IN_PROCESS, 1.0, "higher"),
         ],
     )
 
 
 def measure(running: Service, *, first: int, last: int) -> float:
-    """Episodes per second of a fresh run; prints where the CPU time went."""
+    """Return the episodes per second of a fresh run; print the CPU time that each process used."""
     with Client(running.url, keepalive=False) as client:
         wait_for("the workers", lambda: len(client.status().workers) == running.workers)
         client.create_run(SPEC)
         before = running.cpu_s()
-        found = rate(lambda: stored(client, "null"), first=first, last=last)
-        count = stored(client, "null")
-        spent = {name: 1e6 * (now - before[name]) / count for name, now in running.cpu_s().items()}
-        print("CPU per episode: " + ", ".join(f"{name} {each:.0f} µs" for name, each in spent.items()))
-        return found
+        per_s = rate(lambda: count_stored(client, "null"), first=first, last=last)
+        count = count_stored(client, "null")
+        cpu_us = {name: 1e6 * (now - before[name]) / count for name, now in running.cpu_s().items()}
+        print("CPU per episode: " + ", ".join(f"{name} {each:.0f} µs" for name, each in cpu_us.items()))
+        return per_s
 
 
 async def bare_requests(url: str, connections: int, count: int) -> float:
-    """Requests per second of a loop that does nothing else."""
+    """Return the requests per second of a loop that does nothing else."""
     prompt = [BOS, USER, ord("?"), END, ASSISTANT]
     body = {"model": "policy", "prompt": prompt, "max_tokens": 16, "logprobs": 0, "return_token_ids": True}
-    left = count
+    remaining = count
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections)) as session:
 
         async def ask() -> None:
-            nonlocal left
-            while left > 0:
-                left -= 1
+            nonlocal remaining
+            while remaining > 0:
+                remaining -= 1
                 async with session.post(url, json=body) as answer:
                     await answer.json()
 
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         await asyncio.gather(*(ask() for _ in range(connections)))
-        return count / (time.perf_counter() - begun)
+        return count / (time.perf_counter() - started_at)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Pull of 256 trajectories of 37 KB through the client, against a raw TCP transfer of as many bytes; and what a
-training loop waits for such a batch when the client pulls ahead. The batch is frozen already, but for the row that says
-otherwise.
+"""Time to pull 256 trajectories of 37 KB through the client, against a raw TCP transfer of as many bytes; and the time
+that a training loop waits for such a batch when the client pulls ahead. The batch is already frozen, except in the row
+that says otherwise.
 
-The raw transfer comes from another process too and is read into one buffer that is there already. In turns;
-medians, and lower quartiles, which say more on a machine that does other work.
+The raw transfer also comes from another process, and is read into one existing buffer. Pulls and transfers alternate.
+The figures are medians, and lower quartiles, which are more reliable on a busy machine.
 
     python -m benchmarks.bench_pull
 """
@@ -41,12 +41,12 @@ from headrace.wire.codec import encode
 
 TRAJECTORIES, TOKENS, ROUNDS, GROUP_SIZE = 256, 4096, 41, 8
 FRESH, AHEAD, TRAIN_S = 6, 9, 0.25
-"""Batches that are pulled for the first time; those of the loop that pulls ahead, and how long it trains on each: a
-twentieth of what real ones do."""
+"""Batches pulled for the first time; batches of the loop that pulls ahead, and the training time on each: a twentieth
+of a real learner's."""
 
 _SERVER = """
 import os, socket, sys
-content = memoryview(os.urandom(int(sys.argv[1])))  # zeros would be read from one page, and stay in the cache
+content = memoryview(os.urandom(int(sys.argv[1])))  # zeros would come from one page that stays in the cache
 with socket.create_server(("127.0.0.1", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     connection, _ = listener.accept()
@@ -67,7 +67,7 @@ def main() -> None:
             create_run(client, "ahead", max_staleness=FRESH + AHEAD)
             for _ in range(FRESH + AHEAD):
                 fill(running)
-            fresh, waits = formed(client), waited(client)
+            fresh, waits = time_fresh_pulls(client), time_prefetch_waits(client)
     print(f"body: {size / 1e6:.2f} MB; {TRAJECTORIES} trajectories of {size / TRAJECTORIES / 1e3:.1f} kB")
     raw = "raw TCP transfer"
     pull_ms, raw_ms = _quantile_ms(pulls, 0.5), _quantile_ms(raws, 0.5)
@@ -77,7 +77,7 @@ def main() -> None:
         Row("pull of 256 trajectories of 37 KB", pull_ms, "ms", raw, raw_ms, 1.3, "lower", 1.0),
         Row("the same, lower quartiles", low_ms, "ms", raw, raw_low_ms, 1.3, "lower", 1.0),
         Row("pull that forms its batch first", fresh_ms, "ms", raw, raw_ms, 4 * 1.3, "lower"),
-        Row("wait of a loop with prefetch=1", wait_ms, "ms", "pull of a frozen one", pull_ms, 0.1, "lower"),
+        Row("wait of a loop with prefetch=1", wait_ms, "ms", "pull of a frozen batch", pull_ms, 0.1, "lower"),
     ]
     report("pull", rows)
 
@@ -94,28 +94,28 @@ def create_run(client: Client, name: str, max_staleness: int) -> None:
     )
 
 
-def formed(client: Client) -> list[float]:
-    """Seconds of pulls whose batch has to be planned, read, computed and frozen."""
+def time_fresh_pulls(client: Client) -> list[float]:
+    """Return the seconds of pulls for which the service plans, reads, computes and freezes the batch."""
     seconds = []
     for _ in range(FRESH):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         batch = client.pull("ahead", timeout_s=30)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
         client.ack(batch)
     return seconds
 
 
-def waited(client: Client) -> list[float]:
-    """Seconds that a loop which pulls ahead waits for each batch but the first."""
+def time_prefetch_waits(client: Client) -> list[float]:
+    """Return the seconds that a loop with prefetch waits for each batch after the first."""
     waits: list[float] = []
     batches = client.batches("ahead", prefetch=1, timeout_s=30)
     batch = next(batches)
     for _ in range(AHEAD - 2):
         time.sleep(TRAIN_S)
         client.ack(batch)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         batch = next(batches)
-        waits.append(time.perf_counter() - begun)
+        waits.append(time.perf_counter() - started_at)
     client.ack(batch)
     return waits
 
@@ -125,35 +125,35 @@ def _quantile_ms(seconds: Sequence[float], share: float) -> float:
 
 
 def measure(client: Client, rounds: int = ROUNDS) -> tuple[list[float], list[float], int]:
-    """Seconds of each pull and of each raw transfer, in turns, and the size of the body in bytes."""
+    """Pull and transfer alternately; return the seconds of each pull and of each transfer, and the body's bytes."""
     pulls, raws = [], []
     batch = client.pull("pull", timeout_s=30)
-    size = len(batch.records)  # the head before them adds less than one percent
+    size = len(batch.records)  # the head before the records adds less than 1 %
     with subprocess.Popen([sys.executable, "-c", _SERVER, str(size)], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         buffer = memoryview(bytearray(size))
         with socket.create_connection(("127.0.0.1", int(server.stdout.readline()))) as connection:
             for _ in range(rounds):
                 client.nack(batch, "measured")
-                begun = time.perf_counter()
+                started_at = time.perf_counter()
                 batch = client.pull("pull", timeout_s=30)
-                pulls.append(time.perf_counter() - begun)
-                begun = time.perf_counter()
+                pulls.append(time.perf_counter() - started_at)
+                started_at = time.perf_counter()
                 connection.sendall(b"?")
                 read_into(connection, buffer)
-                raws.append(time.perf_counter() - begun)
+                raws.append(time.perf_counter() - started_at)
     client.nack(batch, "measured")
     return pulls, raws, size
 
 
 def read_into(connection: socket.socket, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        done += connection.recv_into(buffer[done:])
+    received = 0
+    while received < len(buffer):
+        received += connection.recv_into(buffer[received:])
 
 
 def fill(running: Service) -> None:
-    """Play the worker: lease all, and submit a long trajectory for each."""
+    """Act as a worker: lease all attempts, and submit a long trajectory for each."""
     request = wire.LeaseRequest(worker="bench", slots=TRAJECTORIES, free=TRAJECTORIES, wait_s=5)
     reply = msgspec.json.decode(
         post(f"{running.url}/v1/worker/lease", msgspec.json.encode(request)), type=wire.LeaseReply

@@ -1,10 +1,10 @@
-"""What the sandbox service adds to an execution: the same program directly and through a service, in turns; and a
-service whose runtime does nothing, so that all that is left is the service.
+"""Time that the sandbox service adds to an execution: the same program directly and through a service, alternately;
+and through a service whose runtime does nothing, to measure the service alone.
 
-An execution leaves work behind (the next child of its slot is forked), with which whatever is measured next shares the
-machine. So the ways are measured in an order in which each comes after each other equally often.
+After an execution its slot forks the next child, which slows the next measurement. So in the order of measurements
+each way follows each other way equally often.
 
-Medians, and lower quartiles, which say more on a machine that does other work.
+The figures are medians, and lower quartiles, which are more reliable on a busy machine.
 
     python -m benchmarks.bench_sandbox_service
 """
@@ -31,18 +31,18 @@ from headrace_sandbox.service.server import serve_with
 from headrace_sandbox.service.settings import ServiceSettings
 
 ORDER = ("direct", "service", "nothing", "direct", "nothing", "service")
-"""Of one round; what follows its end is its beginning."""
+"""Order of the measurements of a round; rounds follow one another without a pause."""
 
 ROUNDS, WARM_UP = 200, 10
 LIMITS = Limits(memory_bytes=64 << 20)
 PROGRAM = PythonProgram(code="print(1)")
 
-MOST_ADDED_MS = 1.0
-"""What the service may add at the median."""
+MAX_ADDED_MS = 1.0
+"""Limit of the time that the service adds."""
 
 
-class Nothing:
-    """A runtime that has a result at once."""
+class NullRuntime:
+    """A runtime that returns a result at once, without running anything."""
 
     name = "nothing"
     isolation = Isolation(runtime="nothing", versions={}, active=[])
@@ -72,11 +72,11 @@ class Nothing:
 
 
 def serve(name: str, path: str) -> None:
-    """A service process."""
+    """Serve a runtime until killed."""
     import uvloop
 
     async def until_killed() -> None:
-        runtime: Runtime = Nothing() if name == "nothing" else Bubblewrap()
+        runtime: Runtime = NullRuntime() if name == "nothing" else Bubblewrap()
         settings = ServiceSettings(runtime=name, socket=Path(path), pool=PoolSettings(), log_level="warning")
         await serve_with(runtime, settings, ready=lambda address: print(address, flush=True), stop=asyncio.Event())
 
@@ -85,26 +85,26 @@ def serve(name: str, path: str) -> None:
 
 
 async def timed(call: Callable[[PythonProgram, Limits], Awaitable[ExecResult]]) -> float:
-    """Milliseconds of one execution."""
-    begun_at = time.perf_counter()
+    """Run the program; return the milliseconds."""
+    started_at = time.perf_counter()
     result = await call(PROGRAM, LIMITS)
     assert result.stdout.text == "1\n"
-    return 1e3 * (time.perf_counter() - begun_at)
+    return 1e3 * (time.perf_counter() - started_at)
 
 
 async def measure(folder: str) -> dict[str, list[float]]:
-    """Times of each way, taken in turns."""
+    """Return the milliseconds of each execution, by way."""
     direct = Bubblewrap()
     through, nothing = client_of(f"unix://{folder}/bubblewrap"), client_of(f"unix://{folder}/nothing")
     ways = {"direct": direct.run_code, "service": through.run_code, "nothing": nothing.run_code}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(WARM_UP + ROUNDS):
         for name in ORDER:
-            taken = await timed(ways[name])
+            took_ms = await timed(ways[name])
             if number >= WARM_UP:
-                times[name].append(taken)
-    for closed in (through, nothing, direct):
-        await closed.close()
+                times[name].append(took_ms)
+    for runtime in (through, nothing, direct):
+        await runtime.close()
     return times
 
 
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def compare() -> list[Row]:
-    """Rows of the service beside direct calls, at the median and at the lower quartile."""
+    """Compare the service with direct calls, at the median and at the lower quartile."""
     import uvloop
 
     with tempfile.TemporaryDirectory() as folder:
@@ -139,11 +139,11 @@ def compare() -> list[Row]:
     rows = []
     for quarter, name in ((1, "median"), (0, "lower quartile")):
         direct, through, nothing = (quantiles(times[way], n=4)[quarter] for way in ("direct", "service", "nothing"))
-        added, most = f"most that it may add, {name}", MOST_ADDED_MS
+        limit = f"limit of that, {name}"
         rows += [
             Row(f"run_code through the service, {name}", through, "ms", "directly", direct, 1.5, "lower"),
-            Row("what the service adds", through - direct, "ms", added, most, 1.0, "lower"),
-            Row("the service alone (a runtime that does nothing)", nothing, "ms", added, most, 1.0, "lower"),
+            Row("time that the service adds", through - direct, "ms", limit, MAX_ADDED_MS, 1.0, "lower"),
+            Row("the service alone (a runtime that does nothing)", nothing, "ms", limit, MAX_ADDED_MS, 1.0, "lower"),
         ]
     return rows
 

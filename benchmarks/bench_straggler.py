@@ -1,7 +1,7 @@
-"""One slow environment among 64: how much of their throughput the others keep.
+"""Throughput that 63 environments keep beside a slow one.
 
-64 slots, environments that block their thread. A run of 63 episodes at a time, alone and beside a run of one episode
-at a time that sleeps a second a turn; in turns, medians.
+A worker has 64 slots, and its environments block their threads. A run of 63 concurrent episodes is measured alone and
+beside a run of one episode that sleeps for a second in each turn, alternately. The figures are medians.
 
     python -m benchmarks.bench_straggler
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.service import rate, service, stored
+from benchmarks.service import count_stored, rate, service
 from benchmarks.table import Row, report
 from headrace import Client
 
@@ -51,8 +51,8 @@ def spec(name: str, *, turn_s: float, turns: int, max_concurrent: int) -> dict[s
 
 def throughput(client: Client) -> float:
     """Episodes of the fast run per second, over the next ``EPISODES`` of them."""
-    now = stored(client, "fast")
-    return rate(lambda: stored(client, "fast"), first=now + 100, last=now + 100 + EPISODES)
+    now = count_stored(client, "fast")
+    return rate(lambda: count_stored(client, "fast"), first=now + 100, last=now + 100 + EPISODES)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An orchestrator without one part of its HTTP protocol, to compare with (``benchmarks.bench_http``).
+"""Orchestrator without one optimization of its HTTP protocol, for ``benchmarks.bench_http``.
 
 python -m benchmarks.http_without direct|body-parts|send-buffer orchestrator --data FOLDER ...
 """
@@ -14,16 +14,16 @@ from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.cli import main
 
 WRITE_BUFFER_BYTES = 4 << 20
-"""So much may wait in the transport before an application waits: what one by one needs to be fast."""
+"""Limit of the transport's write buffer: sending buffers one by one is fast only with a large one."""
 
 
 def without_direct() -> None:
-    """Every request gets a task, and is answered in two messages."""
+    """Run a task for every request, and answer in two messages."""
     OrchestratorApp.direct = lambda self, scope: None  # type: ignore[method-assign]
 
 
 def without_body_parts() -> None:
-    """The buffers of a body are sent one by one."""
+    """Send the buffers of a body one by one."""
     call, connection_made = OrchestratorApp.__call__, HttpProtocol.connection_made
 
     async def app(self: OrchestratorApp, scope: Any, receive: Any, send: Any) -> None:
@@ -46,12 +46,12 @@ def without_body_parts() -> None:
 
 
 def without_send_buffer() -> None:
-    """The kernel decides how much is on its way."""
+    """Leave the size of the send buffer to the kernel."""
     uvicorn_protocol._bound_send_buffer = lambda transport: None
 
 
-PARTS = {"direct": without_direct, "body-parts": without_body_parts, "send-buffer": without_send_buffer}
+REMOVALS = {"direct": without_direct, "body-parts": without_body_parts, "send-buffer": without_send_buffer}
 
 if __name__ == "__main__":
-    PARTS[sys.argv.pop(1)]()
+    REMOVALS[sys.argv.pop(1)]()
     main()

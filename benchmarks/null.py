@@ -1,6 +1,6 @@
-"""Environments and a policy that do nothing, so that only Headrace's own cost is left.
+"""Environments and a policy that do nothing, so that only Headrace's own cost is measured.
 
-Imported by the worker (``headrace worker --import benchmarks.null``).
+The worker imports this module (``headrace worker --import benchmarks.null``).
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class Null:
 
 
 class Paced:
-    """``turns`` turns that block their thread for ``turn_s`` seconds each, as a simulator would."""
+    """``turns`` turns that block their thread for ``turn_s`` seconds each, like a simulator."""
 
     def __init__(self, turn_s: float, turns: int) -> None:
-        self.turn_s, self.turns, self.done = turn_s, turns, 0
+        self.turn_s, self.turns, self.turn = turn_s, turns, 0
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        self.done = 0
+        self.turn = 0
         return "?", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self.turn_s)
-        self.done += 1
-        return "?", 0.0, self.done >= self.turns, False, {}
+        self.turn += 1
+        return "?", 0.0, self.turn >= self.turns, False, {}
 
 
 class Talk:
-    """``turns`` turns, whatever is said."""
+    """A conversation of ``turns`` turns, independent of the actions."""
 
     blocking = False
 
     def __init__(self, turns: int) -> None:
-        self.turns, self.done = turns, 0
+        self.turns, self.turn = turns, 0
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        self.done = 0
+        self.turn = 0
         return f"Say something about number {seed}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.done += 1
-        return "Go on.", float(len(action)), self.done >= self.turns, False, {}
+        self.turn += 1
+        return "Go on.", float(len(action)), self.turn >= self.turns, False, {}
 
 
 class NullPolicy:
@@ -68,7 +68,7 @@ class NullPolicy:
 
 
 def policy() -> NullPolicy:
-    """For ``--policy benchmarks.null:policy``."""
+    """Make the policy of ``--policy benchmarks.null:policy``."""
     return NullPolicy()
 
 

@@ -1,4 +1,4 @@
-"""A real service for a benchmark: orchestrator, worker and policy as processes of their own."""
+"""Orchestrator, workers and policy server of a benchmark, each a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_S = 60.0
 
 
 class Service:
-    """Processes of one measurement. With ``profile`` each runs under cProfile, which about halves its speed."""
+    """Processes of one measurement. With ``profile`` each runs under cProfile, at about half its speed."""
 
     def __init__(self, folder: Path, *, profile: bool = False) -> None:
         self.folder, self._profile = folder, profile
@@ -36,8 +36,8 @@ class Service:
         self.url, self.policy_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.policy_port}"
 
     def start_orchestrator(self, *module: str) -> None:
-        """Returns when it is ready, within some ten milliseconds. ``module``: what is run instead of the command line,
-        and its first arguments."""
+        """Start the orchestrator and wait until it is ready, to within ten milliseconds. ``module``: the module to run
+        instead of the command line, and its first arguments."""
         data = str(self.folder / "data")
         self._start(
             "orchestrator",
@@ -54,15 +54,15 @@ class Service:
         return False
 
     def kill(self, name: str) -> None:
-        """Kill -9 one process."""
-        found = next(entry for entry in self._children if entry[0] == name)
-        found[1].kill()
-        found[1].wait()
-        self._children.remove(found)
+        """Kill a process with SIGKILL."""
+        entry = next(entry for entry in self._children if entry[0] == name)
+        entry[1].kill()
+        entry[1].wait()
+        self._children.remove(entry)
 
     def resident_mb(self, name: str) -> float:
-        """Resident memory of a process and its children, in megabytes; what they share counts once for each."""
-        pid = next(child.pid for known, child in self._children if known == name)
+        """Return the resident memory of a process and its children, in megabytes; shared pages count once for each."""
+        pid = next(child.pid for child_name, child in self._children if child_name == name)
         pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _with_children(pid))
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -79,12 +79,12 @@ class Service:
         wait_for("the tiny policy", lambda: _accepts(self.policy_port))
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each process, with its children, has used so far: steadier than wall time on a busy
-        machine."""
+        """Return the CPU seconds used so far, by process, including its children: they vary less than wall time on a
+        busy machine."""
         return {name: sum(map(_cpu_s, _with_children(child.pid))) for name, child in self._children}
 
     def stop(self) -> None:
-        """Stop all, workers first; print profiles if they were taken."""
+        """Stop all processes, the last one started first, and print their profiles."""
         for _, child in reversed(self._children):
             child.send_signal(signal.SIGTERM)
             try:
@@ -111,56 +111,52 @@ class Service:
 
 @contextmanager
 def service(*, profile: bool = False) -> Iterator[Service]:
-    """A service in a temporary folder; everything is stopped and removed at the end."""
+    """Make a service in a temporary folder; at the end, stop its processes and remove the folder."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        made = Service(Path(folder), profile=profile)
+        running = Service(Path(folder), profile=profile)
         try:
-            yield made
+            yield running
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
                 sys.stderr.write(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}\n")
             raise
         finally:
-            made.stop()
+            running.stop()
 
 
-def stored(client: Client, run: str) -> int:
-    """Terminal records of a run so far."""
+def count_stored(client: Client, run: str) -> int:
+    """Return the number of episodes of a run that have ended."""
     return sum(client.run(run).episodes.values())
 
 
 def rate(count: Callable[[], int], *, first: int, last: int, timeout_s: float = 120.0) -> float:
-    """Things per second between the moments when ``first`` and at least ``last`` were counted."""
-    begun = at = 0.0
-    low = 0
+    """Return the rate per second at which a count grows from ``first`` to ``last``."""
+    started_at, first_count = 0.0, 0
     deadline = time.perf_counter() + timeout_s
     while True:
-        now, seen = time.perf_counter(), count()
-        if not begun and seen >= first:
-            begun, low = now, seen
-        elif begun and seen >= last:
-            at = now
-            return (seen - low) / (at - begun)
+        now, counted = time.perf_counter(), count()
+        if not started_at and counted >= first:
+            started_at, first_count = now, counted
+        elif started_at and counted >= last:
+            return (counted - first_count) / (now - started_at)
         if now > deadline:
-            raise HeadraceError(f"Only {seen} of {last} were done within {timeout_s:g} s.")
+            raise HeadraceError(f"The count reached {counted} of {last} within {timeout_s:g} s.")
         time.sleep(0.1)
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = START_S, *, interval_s: float = 0.05) -> None:
-    """Poll until it holds."""
+    """Poll a condition until it is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise HeadraceError(f"{what} did not come within {timeout_s:g} s.")
+            raise HeadraceError(f"Waited {timeout_s:g} s for {what} in vain.")
         time.sleep(interval_s)
 
 
 def _with_children(pid: int) -> list[int]:
-    """A process and the processes that it started."""
-    found = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [pid, *found]
+    """Return a process and its children."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [pid, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
 
 
 def _cpu_s(pid: int) -> float:
@@ -182,5 +178,5 @@ def _accepts(port: int) -> bool:
 
 def _print_profile(name: str, file: Path) -> None:
     if file.exists():
-        print(f"\n== where the time goes: {name}")
+        print(f"\n== profile of {name}")
         pstats.Stats(str(file)).strip_dirs().sort_stats("tottime").print_stats(25)

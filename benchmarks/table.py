@@ -1,9 +1,9 @@
-"""The table that every benchmark prints and saves.
+"""Table that every benchmark prints and saves.
 
-* A row compares our figure with another one of the same run; the ratio is what counts, not either figure alone.
-* ``reach`` is the ratio to reach; ``ok`` says whether it was reached. Nothing fails on it.
-* Work that needs a part which is missing here has a row that says so.
-* The same rows go to ``build/bench/NAME.json`` with machine and date.
+* A row compares our figure with another one measured in the same run; only the ratio is meaningful.
+* ``reach`` is the ratio to reach, and ``ok`` is true if it was reached. A missed goal is not an error.
+* Work that needs a part that is not installed has a row with the reason.
+* ``build/bench/NAME.json`` has the same rows, the machine and the date.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RESULTS = Path("build/bench")
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``better`` says which way the ratio ``ours / theirs`` should go; ``aim`` is a further goal.
-    ``ours`` or ``theirs`` is None where that figure could not be measured; ``against`` says why."""
+    """One comparison. ``better`` tells whether a higher or a lower ratio ``ours / theirs`` is better; ``aim`` is a
+    further goal. A figure that could not be measured is None, and ``against`` gives the reason."""
 
     work: str
     ours: float | None
@@ -48,12 +48,12 @@ class Row:
 
 
 def missing(work: str, reason: str) -> Row:
-    """The row of work that needs a part which is missing here; ``reason`` names the part and how to install it."""
+    """Make the row of work that needs a part that is not installed. ``reason``: the part and how to install it."""
     return Row(work, None, "", reason, None, 1.0, "higher")
 
 
 def machine() -> dict[str, str | int | float]:
-    """What the figures were taken on."""
+    """Describe this machine."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -65,9 +65,9 @@ def machine() -> dict[str, str | int | float]:
 
 def report(name: str, rows: list[Row]) -> None:
     """Print the rows as a table and save them as ``build/bench/NAME.json``."""
-    here, date = machine(), datetime.now(UTC).isoformat(timespec="seconds")
-    facts = ", ".join(f"{key} {value}" for key, value in here.items())
-    table = Table(title=f"{name} · {date}", caption=facts, title_justify="left", caption_justify="left")
+    host, date = machine(), datetime.now(UTC).isoformat(timespec="seconds")
+    caption = ", ".join(f"{key} {value}" for key, value in host.items())
+    table = Table(title=f"{name} · {date}", caption=caption, title_justify="left", caption_justify="left")
     numbers = ("ours", "theirs", "ratio", "reach", "aim")
     for column in ("work", "ours", "unit", "against", "theirs", "ratio", "reach", "aim", "ok"):
         table.add_column(column, justify="right" if column in numbers else "left")
@@ -86,8 +86,8 @@ def report(name: str, rows: list[Row]) -> None:
         )
     Console(width=160).print(table)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    saved = [{**asdict(row), "ratio": row.ratio, "ok": row.ok} for row in rows]
-    text = json.dumps({"name": name, "date": date, "machine": here, "rows": saved}, indent=2)
+    results = [{**asdict(row), "ratio": row.ratio, "ok": row.ok} for row in rows]
+    text = json.dumps({"name": name, "date": date, "machine": host, "rows": results}, indent=2)
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
@@ -98,7 +98,7 @@ def _number(value: float | None) -> str:
 
 
 def _build() -> str:
-    """Where the interpreter's code is: in a shared library it is slower."""
+    """Return where the interpreter's code is: in a shared library it is slower."""
     maps = Path("/proc/self/maps")
     return "shared library" if maps.exists() and "libpython" in maps.read_text() else "static"
 

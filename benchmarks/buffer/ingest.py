@@ -1,4 +1,4 @@
-"""Durable, acknowledged ingest over HTTP: valid trajectories of leased attempts, 37 KB each."""
+"""Durable, acknowledged ingest over HTTP of valid trajectories of leased attempts, 37 KB each."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from headrace import Client
 from headrace.common.ids import new_id
 
 TRAJECTORIES = 4096
-"""Of one measurement: half a second or more."""
+"""Trajectories of one measurement, which takes half a second or more."""
 
 
-class Ingested(NamedTuple):
-    """One measurement. CPU in microseconds a trajectory."""
+class Measurement(NamedTuple):
+    """Throughput, and the CPU microseconds per trajectory of service and client."""
 
     per_s: float
     service_us: float
     client_us: float
 
 
-def measure(running: Service, client: Client, *, together: int, connections: int) -> Ingested:
-    """A fresh run of as many attempts, all leased before the clock starts."""
+def measure(running: Service, client: Client, *, together: int, connections: int) -> Measurement:
+    """Submit the trajectories of a fresh run, whose attempts are all leased before the clock starts."""
     run = new_id()
     client.create_run(spec(run, TRAJECTORIES))
     attempts = load.lease(running.url, TRAJECTORIES)
-    template = load.Template.long(attempts[0])
-    records = [template.record(attempt, new_id()) for attempt in attempts]
-    requests = load.requests_of(attempts, records, together)
-    before = running.cpu_s()["orchestrator"]
-    sent = load.send(running.port, requests, connections)
-    service_s = running.cpu_s()["orchestrator"] - before
+    records = load.Template.long(attempts[0]).records(attempts)
+    requests = load.submission_requests(attempts, records, together)
+    before_s = running.cpu_s()["orchestrator"]
+    cost = load.send(running.port, requests, connections)
+    service_s = running.cpu_s()["orchestrator"] - before_s
     client.close_run(run)
-    return Ingested(TRAJECTORIES / sent.wall_s, 1e6 * service_s / TRAJECTORIES, 1e6 * sent.cpu_s / TRAJECTORIES)
+    return Measurement(TRAJECTORIES / cost.wall_s, 1e6 * service_s / TRAJECTORIES, 1e6 * cost.cpu_s / TRAJECTORIES)
 
 
 def spec(name: str, batch_size: int, *, max_staleness: int = 0) -> dict[str, object]:
-    """A run whose attempts can all be leased at once and never run out."""
+    """Make the spec of a run whose attempts can all be leased at once and do not expire."""
     return {
         "name": name,
         "environments": [{"id": "bench:Null"}],

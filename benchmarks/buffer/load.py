@@ -1,7 +1,7 @@
-"""Submissions made beforehand, sent over raw sockets: the client costs as little as it can.
+"""Load of prepared submissions over raw sockets, so that the client uses little CPU time.
 
-* Every record is a valid trajectory of an attempt that the service leased; every verdict is read, and must be accepted.
-* Requests are whole bytes before the clock starts; while it runs the client only sends and receives.
+* Every record is a valid trajectory of a leased attempt, and must be accepted.
+* Requests are encoded before the clock starts; then the client only sends and receives.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.bench_pull import long_trajectory, post
+from headrace.common.ids import new_id
 from headrace.trajectory import Trajectory, Turn, VersionRun
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
@@ -26,43 +27,43 @@ from headrace.wire.codec import encode
 WORKER = "bench"
 
 ATTEMPT_LEASE_S = 3600.0
-"""No attempt runs out while its record waits to be sent."""
+"""Long enough that no attempt expires while its record waits to be sent."""
 
 
-class Sent(NamedTuple):
-    """What sending took. ``cpu_s`` is the client's own."""
+class SendCost(NamedTuple):
+    """Duration of sending, and the client's CPU time."""
 
     wall_s: float
     cpu_s: float
 
 
 def lease(url: str, count: int) -> list[messages.Assignment]:
-    """That many attempts of whichever run has some."""
+    """Lease ``count`` attempts, of any run."""
     attempts: list[messages.Assignment] = []
     while len(attempts) < count:
         free = min(count - len(attempts), 4096)
         request = messages.LeaseRequest(worker=WORKER, slots=count, free=free, wait_s=5)
         answer = post(f"{url}/v1/worker/lease", msgspec.json.encode(request))
         granted = msgspec.json.decode(answer, type=messages.LeaseReply).attempts
-        assert granted, f"{len(attempts)} of {count} attempts were granted"
+        assert granted, f"only {len(attempts)} of {count} attempts were granted"
         attempts += granted
     return attempts
 
 
 class Template:
-    """Records of many attempts from one trajectory: only what names the attempt differs."""
+    """Template of records that differ only in the fields that identify the attempt."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory
 
     @classmethod
     def long(cls, attempt: messages.Assignment) -> Template:
-        """4,096 tokens: 37 KB."""
+        """Make records of 4,096 tokens and 37 KB."""
         return cls(long_trajectory(attempt, 0))
 
     @classmethod
     def short(cls, attempt: messages.Assignment) -> Template:
-        """One turn of 16 tokens."""
+        """Make records of one turn of 16 tokens."""
         long = long_trajectory(attempt, 0)
         segment = msgspec.structs.replace(
             long.segments[0],
@@ -74,45 +75,51 @@ class Template:
         )
         return cls(msgspec.structs.replace(long, segments=[segment]))
 
-    def record(self, attempt: messages.Assignment, id: str) -> bytes:
-        return encode(
-            msgspec.structs.replace(
-                self._trajectory,
-                id=id,
-                run=attempt.run,
-                group=attempt.group,
-                member=attempt.member,
-                episode=attempt.episode,
-                attempt=attempt.attempt,
-                task=attempt.task,
+    def records(self, attempts: Sequence[messages.Assignment]) -> list[bytes]:
+        """Encode a record for each attempt."""
+        return [
+            encode(
+                msgspec.structs.replace(
+                    self._trajectory,
+                    id=new_id(),
+                    run=attempt.run,
+                    group=attempt.group,
+                    member=attempt.member,
+                    episode=attempt.episode,
+                    attempt=attempt.attempt,
+                    task=attempt.task,
+                )
             )
-        )
+            for attempt in attempts
+        ]
 
 
-def requests_of(attempts: Sequence[messages.Assignment], records: Sequence[bytes], together: int) -> list[bytes]:
-    """Whole HTTP requests, ``together`` records in each."""
-    made = []
+def submission_requests(
+    attempts: Sequence[messages.Assignment], records: Sequence[bytes], together: int
+) -> list[bytes]:
+    """Encode HTTP requests with ``together`` records each."""
+    requests = []
     for start in range(0, len(attempts), together):
-        chosen = records[start : start + together]
+        batch = records[start : start + together]
         heads = [
             messages.SubmissionHead(
                 episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record)
             )
-            for item, record in zip(attempts[start : start + together], chosen, strict=True)
+            for item, record in zip(attempts[start : start + together], batch, strict=True)
         ]
         text = msgspec.json.encode(heads)
         start_of_body = len(text).to_bytes(4, "little") + text
-        body = start_of_body + bytes(-len(start_of_body) % ALIGNMENT) + b"".join(chosen)
+        body = start_of_body + bytes(-len(start_of_body) % ALIGNMENT) + b"".join(batch)
         head = (
             f"POST /v1/worker/submit?worker={WORKER} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
             f"Content-Type: {messages.RECORDS_MEDIA_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        made.append(head.encode() + body)
-    return made
+        requests.append(head.encode() + body)
+    return requests
 
 
 class _Connection:
-    """One connection: a request, its answer, the next request."""
+    """A connection with one request at a time."""
 
     __slots__ = ("answer", "socket", "unsent")
 
@@ -123,7 +130,7 @@ class _Connection:
         self.answer = b""
 
     def send(self) -> bool:
-        """Send what the socket takes; whether all of it is gone."""
+        """Send as much as the socket takes; return True once everything is sent."""
         try:
             while self.unsent:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
@@ -132,13 +139,13 @@ class _Connection:
         return True
 
     def receive(self) -> bytes | None:
-        """The answer's body once it is whole."""
+        """Read a part of the answer; return the answer's body once it is complete."""
         part = self.socket.recv(1 << 16)
         if not part:
             raise ConnectionError("the service closed the connection")
         self.answer += part
-        head, found, body = self.answer.partition(b"\r\n\r\n")
-        if not found or len(body) < _content_length(head):
+        head, end_of_head, body = self.answer.partition(b"\r\n\r\n")
+        if not end_of_head or len(body) < _content_length(head):
             return None
         if not head.startswith(b"HTTP/1.1 200"):
             raise ConnectionError(self.answer.decode(errors="replace")[:2000])
@@ -150,21 +157,21 @@ def _content_length(head: bytes) -> int:
     for line in head.split(b"\r\n"):
         if line[:15].lower() == b"content-length:":
             return int(line[15:])
-    raise ConnectionError(f"an answer without a length: {head!r}")
+    raise ConnectionError(f"the answer has no Content-Length: {head!r}")
 
 
-def send(port: int, requests: Sequence[bytes], connections: int) -> Sent:
-    """Send all requests over so many connections, one at a time on each. Raises where a record was not accepted."""
-    waiting = deque(requests)
+def send(port: int, requests: Sequence[bytes], connections: int) -> SendCost:
+    """Send all requests over ``connections`` connections. Raises AssertionError for a record that is not accepted."""
+    unsent = deque(requests)
     answers: list[bytes] = []
     with selectors.DefaultSelector() as selector:
-        opened = [_Connection(port) for _ in range(min(connections, len(requests)))]
+        open_connections = [_Connection(port) for _ in range(min(connections, len(requests)))]
         try:
-            for connection in opened:
+            for connection in open_connections:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
-            begun, cpu = time.perf_counter(), time.process_time()
-            for connection in opened:
-                _next(selector, connection, waiting)
+            started_at, cpu_before_s = time.perf_counter(), time.process_time()
+            for connection in open_connections:
+                _send_next(selector, connection, unsent)
             while len(answers) < len(requests):
                 for key, mask in selector.select():
                     connection = key.data
@@ -174,19 +181,19 @@ def send(port: int, requests: Sequence[bytes], connections: int) -> Sent:
                         body = connection.receive()
                         if body is not None:
                             answers.append(body)
-                            if waiting:
-                                _next(selector, connection, waiting)
-            spent = Sent(time.perf_counter() - begun, time.process_time() - cpu)
+                            if unsent:
+                                _send_next(selector, connection, unsent)
+            cost = SendCost(time.perf_counter() - started_at, time.process_time() - cpu_before_s)
         finally:
-            for connection in opened:
+            for connection in open_connections:
                 connection.socket.close()
     for answer in answers:
         _require_accepted(json.loads(answer))
-    return spent
+    return cost
 
 
-def _next(selector: selectors.BaseSelector, connection: _Connection, waiting: deque[bytes]) -> None:
-    connection.unsent = memoryview(waiting.popleft())
+def _send_next(selector: selectors.BaseSelector, connection: _Connection, unsent: deque[bytes]) -> None:
+    connection.unsent = memoryview(unsent.popleft())
     if not connection.send():
         selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
 

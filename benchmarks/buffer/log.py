@@ -1,8 +1,7 @@
-"""The log's append with group commit, against one raw append and sync of the same bytes; on the service's event loop,
-with the writer in a process of its own as in the service.
+"""Appends to the log with group commit, against a raw append and sync of the same bytes. As in the service, the log
+uses uvloop and a separate writer process.
 
-Writes may slow down after a gigabyte, where a rented disk or a rented machine's fresh memory is dear: seven rounds stay
-below that.
+On a virtual machine writes may slow down after a gigabyte; seven rounds write less.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
 
 FRAMES, TOGETHER, FRAME_BYTES = 1024, 64, 37_120
-"""What one measurement appends; so many frames wait for the same sync."""
+"""Frames of one measurement, frames per sync, and bytes per frame."""
 
 FILE_BYTES = 256 << 20
-"""As the service cuts its files."""
+"""Size of a log file, as in the service."""
 
 
 def measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
-    """Frames per second of the log and of the raw file, in turns."""
+    """Measure alternately; return the frames per second of the log and of the raw file, by round."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(folder, rounds))
 
@@ -40,28 +39,28 @@ async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
     log.start(lambda: None)
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
-        return [(await _ours(log, payload), _raw(descriptor, payload)) for _ in range(rounds)]
+        return [(await _log_rate(log, payload), _raw_rate(descriptor, payload)) for _ in range(rounds)]
     finally:
         os.close(descriptor)
         await log.close()
         directory.close()
 
 
-async def _ours(log: Log, payload: bytes) -> float:
-    begun = time.perf_counter()
+async def _log_rate(log: Log, payload: bytes) -> float:
+    started_at = time.perf_counter()
     for _ in range(FRAMES // TOGETHER):
         for _ in range(TOGETHER):
             log.append(FrameType.TRAJECTORY, payload)
         await log.synced()
         if log.full:
             log.rotate(None)
-    return FRAMES / (time.perf_counter() - begun)
+    return FRAMES / (time.perf_counter() - started_at)
 
 
-def _raw(descriptor: int, payload: bytes) -> float:
+def _raw_rate(descriptor: int, payload: bytes) -> float:
     block = payload * TOGETHER
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(FRAMES // TOGETHER):
         assert os.write(descriptor, block) == len(block)
         os.fdatasync(descriptor)
-    return FRAMES / (time.perf_counter() - begun)
+    return FRAMES / (time.perf_counter() - started_at)

@@ -1,5 +1,5 @@
-"""The orchestrator's memory: under load, with small trajectories that are leased, submitted, pulled and acked, and stay
-stored; and with as many that nobody pulls.
+"""Memory of the orchestrator with many small trajectories: under load, when they are submitted, pulled and acked and
+stay stored; and when they are not pulled.
 """
 
 from __future__ import annotations
@@ -11,32 +11,46 @@ from typing import NamedTuple, Self
 from benchmarks.buffer import ingest, load
 from benchmarks.service import Service, service
 from headrace import Client
-from headrace.common.ids import new_id
 
 ROUND, TOGETHER, CONNECTIONS = 2048, 256, 4
-"""Trajectories that are leased, submitted and pulled as one batch; how they are submitted."""
+"""Trajectories leased together and pulled as one batch; trajectories per submission; connections for submissions."""
 
-GROUP = 8
+GROUP_SIZE = 8
 
 RUN = "load"
 
 
-class Used(NamedTuple):
-    """Resident megabytes at half of the load and at its end."""
+class MemoryUsage(NamedTuple):
+    """Resident megabytes at half of the load and at its end, and the duration of the load."""
 
     half_mb: float
-    last_mb: float
+    end_mb: float
     wall_s: float
 
 
+class Submissions:
+    """Submits small trajectories as a worker."""
+
+    def __init__(self, running: Service) -> None:
+        self._running = running
+        self._template: load.Template | None = None
+
+    def submit(self, count: int) -> None:
+        """Lease ``count`` attempts and submit a record for each."""
+        attempts = load.lease(self._running.url, count)
+        self._template = self._template or load.Template.short(attempts[0])
+        requests = load.submission_requests(attempts, self._template.records(attempts), TOGETHER)
+        load.send(self._running.port, requests, CONNECTIONS)
+
+
 class Consumer:
-    """Stores trajectories as worker and learner of one run: groups come, are served, and retire."""
+    """Worker and learner of one run: its groups are stored, pulled and retired."""
 
     def __init__(self, running: Service) -> None:
         self._running = running
         self._client = Client(running.url, keepalive=False)
         self._client.create_run(ingest.spec(RUN, ROUND))
-        self._template: load.Template | None = None
+        self._submissions = Submissions(running)
 
     def __enter__(self) -> Self:
         return self
@@ -45,45 +59,37 @@ class Consumer:
         self._client.close()
 
     def store(self, count: int) -> None:
-        """So many more, rounded up to whole batches; says how far it is every few seconds."""
-        done, said = 0, time.monotonic()
-        while done < count:
-            attempts = load.lease(self._running.url, ROUND)
-            self._template = self._template or load.Template.short(attempts[0])
-            records = [self._template.record(attempt, new_id()) for attempt in attempts]
-            load.send(self._running.port, load.requests_of(attempts, records, TOGETHER), CONNECTIONS)
-            batch = self._client.pull(RUN, timeout_s=60)
-            self._client.ack(batch)
-            done += ROUND
-            if time.monotonic() - said > 5:
-                said = time.monotonic()
-                print(f"stored {done:,} of {count:,}; {self._running.resident_mb('orchestrator'):.0f} MB", flush=True)
+        """Store ``count`` more trajectories, rounded up to whole batches; print the progress every few seconds."""
+        stored, printed_at = 0, time.monotonic()
+        while stored < count:
+            self._submissions.submit(ROUND)
+            self._client.ack(self._client.pull(RUN, timeout_s=60))
+            stored += ROUND
+            if time.monotonic() - printed_at > 5:
+                printed_at = time.monotonic()
+                memory_mb = self._running.resident_mb("orchestrator")
+                print(f"stored {stored:,} of {count:,}; {memory_mb:.0f} MB", flush=True)
 
 
-def measure(count: int) -> Used:
-    """Store so many, half and half."""
+def measure_load(count: int) -> MemoryUsage:
+    """Store ``count`` trajectories under load; return the memory."""
     with service() as running:
         running.start_orchestrator()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with Consumer(running) as consumer:
             consumer.store(count // 2)
             half_mb = running.resident_mb("orchestrator")
             consumer.store(count - count // 2)
-            return Used(half_mb, running.resident_mb("orchestrator"), time.monotonic() - begun)
+            return MemoryUsage(half_mb, running.resident_mb("orchestrator"), time.monotonic() - started_at)
 
 
-def waiting(count: int) -> float:
-    """Resident megabytes once so many wait to be served, in groups of ``GROUP``."""
+def measure_waiting(count: int) -> float:
+    """Store ``count`` trajectories without pulling any; return the resident megabytes."""
     with service() as running:
         running.start_orchestrator()
         with Client(running.url, keepalive=False) as client:
-            client.create_run({**ingest.spec(RUN, count), "group_size": GROUP})
-        template: load.Template | None = None
-        done = 0
-        while done < count:
-            attempts = load.lease(running.url, min(ROUND, count - done))
-            template = template or load.Template.short(attempts[0])
-            records = [template.record(attempt, new_id()) for attempt in attempts]
-            load.send(running.port, load.requests_of(attempts, records, TOGETHER), CONNECTIONS)
-            done += len(attempts)
+            client.create_run({**ingest.spec(RUN, count), "group_size": GROUP_SIZE})
+        submissions = Submissions(running)
+        for start in range(0, count, ROUND):
+            submissions.submit(min(ROUND, count - start))
         return running.resident_mb("orchestrator")

@@ -1,8 +1,8 @@
-"""Peers: systems that do a part of the same work, each in a virtual environment of its own under ``build/peers``.
+"""Peers: other systems that do a part of the same work, each in a separate virtual environment under ``build/peers``.
 
-* A peer is installed from its own hashed lock, once; a changed lock or another interpreter installs it anew.
-* It runs on the interpreter that runs the benchmark, if that is a Python 3.11, which the locks are for.
-* A peer that does not install or does not start is named with its error; the rest goes on.
+* A peer is installed once, from its own hashed lock, and again for another lock or interpreter.
+* A peer runs on the interpreter of the benchmark if that is a Python 3.11, for which the locks are made.
+* A peer that cannot be installed or started has its error in the table; the other measurements continue.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FOLDER = ROOT / "benchmarks" / "peers"
 BUILT = ROOT / "build" / "peers"
 
 INSTALL_S, START_S, ANSWER_S = 1800.0, 300.0, 300.0
-"""Bounds. Torch and TensorFlow are gigabytes, and Ray takes a while to start on a busy machine."""
+"""Timeouts. Torch and TensorFlow are gigabytes, and Ray takes a while to start on a busy machine."""
 
 
 class PeerError(Exception):
-    """A peer cannot be measured; the message says why, in one line."""
+    """A peer cannot be measured. The message is the reason, in one line."""
 
 
 class Peer:
-    """A running peer. ``problem`` says why it cannot be measured, if it cannot."""
+    """A running peer. ``problem`` is the reason why it cannot be measured, or empty."""
 
     def __init__(self, name: str, title: str) -> None:
         self.title = title
@@ -40,7 +40,7 @@ class Peer:
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str] | None = None
         try:
-            python = _installed(name)
+            python = _install(name)
             print(f"{title}: starting", flush=True)
             self._log = (BUILT / f"{name}.log").open("w")
             self._process = subprocess.Popen(
@@ -52,10 +52,10 @@ class Peer:
             )
             self._read(START_S)
         except PeerError as error:
-            self._give_up(str(error))
+            self._set_problem(str(error))
 
     def ask(self, do: str, **arguments: int) -> dict[str, float]:
-        """One measurement; empty once the peer has failed."""
+        """Request one measurement; the result is empty once the peer has failed."""
         if self.problem:
             return {}
         assert self._process is not None
@@ -65,7 +65,7 @@ class Peer:
             self._process.stdin.flush()
             return self._read(ANSWER_S)
         except (OSError, PeerError) as error:
-            self._give_up(str(error))
+            self._set_problem(str(error))
             return {}
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Peer:
             self._log.close()
 
     def _read(self, timeout_s: float) -> dict[str, float]:
-        """The next answer; a peer that gives none in time is killed."""
+        """Read the next answer; kill a peer that does not answer in time."""
         assert self._process is not None
         assert self._process.stdout is not None
         watchdog = threading.Timer(timeout_s, self._process.kill)
@@ -96,34 +96,39 @@ class Peer:
             status = self._process.wait(10)
         finally:
             watchdog.cancel()
-        raise PeerError(f"it ended with status {status}, or gave no answer in {timeout_s:g} s")
+        raise PeerError(f"it ended with status {status}, or did not answer within {timeout_s:g} s")
 
-    def _give_up(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         self.problem = problem
         print(f"{self.title}: {problem}", flush=True)
 
 
-def _installed(name: str) -> Path:
-    """The interpreter of a peer's virtual environment. Raises PeerError."""
-    lock, place = FOLDER / f"{name}.txt", BUILT / name
+def _install(name: str) -> Path:
+    """Install a peer if needed; return the interpreter of its virtual environment. Raises PeerError."""
+    lock, folder = FOLDER / f"{name}.txt", BUILT / name
     interpreter = str(Path(sys.executable).resolve()) if sys.version_info[:2] == (3, 11) else "3.11"
-    stamp, wanted, python = place / "installed.txt", f"{interpreter}\n{lock.read_text()}", place / "bin" / "python"
-    if stamp.exists() and stamp.read_text() == wanted and python.exists():
+    stamp, fingerprint, python = (
+        folder / "installed.txt",
+        f"{interpreter}\n{lock.read_text()}",
+        folder / "bin" / "python",
+    )
+    if stamp.exists() and stamp.read_text() == fingerprint and python.exists():
         return python
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
-    print(f"{name}: installing into {place.relative_to(ROOT)} (minutes and gigabytes, once)", flush=True)
-    begun = time.monotonic()
-    _run(uv, "venv", "--quiet", "--clear", "--python", interpreter, str(place))
+    print(f"{name}: installing into {folder.relative_to(ROOT)} (minutes and gigabytes, once)", flush=True)
+    started_at = time.monotonic()
+    _run(uv, "venv", "--quiet", "--clear", "--python", interpreter, str(folder))
     _run(uv, "pip", "install", "--quiet", "--python", str(python), "--require-hashes", "--requirement", str(lock))
-    stamp.write_text(wanted)
-    print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
+    stamp.write_text(fingerprint)
+    print(f"{name}: installed in {time.monotonic() - started_at:.0f} s", flush=True)
     return python
 
 
 def _run(*command: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_S)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerError(f"not installed: {error}") from error
-    if done.returncode:
-        raise PeerError(f"not installed: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1][:200]}")
+    if process.returncode:
+        output = process.stderr.strip() or process.stdout.strip()
+        raise PeerError(f"not installed: {output.splitlines()[-1][:200]}")

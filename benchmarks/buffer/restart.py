@@ -1,4 +1,4 @@
-"""A restart to ready: the process is killed under a data directory that holds many small trajectories."""
+"""Duration of a restart after a kill, with many small trajectories in the data directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks.service import service
 
 
 def measure(stored: int, rounds: int) -> list[float]:
-    """Seconds from the start of a process until it answers as ready, each after a kill -9."""
-    found = []
+    """Kill the orchestrator with SIGKILL and restart it; return the seconds until it is ready, by round."""
+    seconds = []
     with service() as running:
         running.start_orchestrator()
         with Consumer(running) as consumer:
             consumer.store(stored)
         for _ in range(rounds):
             running.kill("orchestrator")
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             running.start_orchestrator()
-            found.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - started_at)
             cpu_s = running.cpu_s()["orchestrator"]
-            print(f"restart: {found[-1]:.2f} s, of CPU {cpu_s:.2f} s, imports included", flush=True)
-    return found
+            print(f"restart: {seconds[-1]:.2f} s, CPU {cpu_s:.2f} s including imports", flush=True)
+    return seconds

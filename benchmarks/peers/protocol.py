@@ -1,7 +1,7 @@
-"""What every peer shares: the payload, and how it is told what to measure.
+"""Payload of all peers, and the protocol of their measurements.
 
 * A trajectory is 4,096 token ids i32, logprobs f32 and sampled flags u8, with 280 bytes of metadata: 37 KB.
-* Requests are lines of JSON on stdin, ``{"do": name, ...}``; the answer is a line on stdout that starts with ``>``.
+* A request is a line of JSON on stdin, ``{"do": name, ...}``; an answer is a line on stdout that starts with ``>``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER = ">"
 
 
 def columns(count: int) -> dict[str, np.ndarray]:
-    """The payload of so many trajectories, by field; the same kind of numbers as our own records hold."""
+    """Make the payload of ``count`` trajectories, by field, with numbers like those of Headrace's records."""
     generator = np.random.default_rng(0)
     sampled = np.tile(np.repeat(np.array([0, 1], np.uint8), 256), (count, TOKENS // 512))
     return {

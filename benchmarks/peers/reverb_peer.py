@@ -1,6 +1,6 @@
-"""Reverb, as its own client inserts: one writer, 64 items in flight, each confirmed by the server (RAM only).
+"""Reverb with its own client: one writer, 64 items in flight, each confirmed by the server (RAM only).
 
-Runs in the virtual environment that ``benchmarks/peers/reverb.txt`` describes; speaks the lines of ``protocol.py``.
+Runs in the virtual environment of ``benchmarks/peers/reverb.txt``, and uses the protocol of ``protocol.py``.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def main() -> None:
 
     def insert(count: int) -> dict[str, float]:
         with client.trajectory_writer(num_keep_alive_refs=1) as writer:
-            begun, cpu = time.perf_counter(), time.process_time()
+            started_at, cpu_before_s = time.perf_counter(), time.process_time()
             for number in range(count):
                 writer.append(items[number % len(items)])
                 writer.create_item("t", 1.0, {name: writer.history[name][-1:] for name in items[0]})
                 writer.flush(block_until_num_items=IN_FLIGHT - 1)
             writer.flush()
-            spent = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
+            cost = {"wall_s": time.perf_counter() - started_at, "cpu_s": time.process_time() - cpu_before_s}
         assert client.server_info()["t"].current_size == count
         client.reset("t")
-        return spent
+        return cost
 
     try:
         protocol.serve({"insert": insert})

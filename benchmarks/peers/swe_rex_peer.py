@@ -1,4 +1,4 @@
-"""SWE-ReX on this machine: its server's own runtime, called as the server calls it, with no network in the way."""
+"""SWE-ReX on this machine: the runtime of its server, called directly instead of over the network."""
 
 from __future__ import annotations
 

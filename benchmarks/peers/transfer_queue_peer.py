@@ -1,7 +1,6 @@
-"""TransferQueue with its simple storage (RAM only) on Ray, as its own client puts and gets.
+"""TransferQueue with its own client and its simple storage (RAM only) on Ray.
 
-Runs in the virtual environment that ``benchmarks/peers/transfer_queue.txt`` describes; speaks the lines of
-``protocol.py``.
+Runs in the virtual environment of ``benchmarks/peers/transfer_queue.txt``, and uses the protocol of ``protocol.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tensordict import TensorDict
 PARTITION = "p"
 
 LOGICAL_CPUS = 16
-"""Ray's slots for actors, not cores: with fewer its storage units wait for ever on a small machine."""
+"""Ray's slots for actors, not cores: with fewer, its storage units never start on a small machine."""
 
 
 def main() -> None:
@@ -56,29 +55,29 @@ def keys(size: int) -> list[str]:
 
 
 def put(count: int, together: int) -> dict[str, float]:
-    """Put so many, ``together`` in a call, one call at a time."""
+    """Put ``count`` trajectories, ``together`` in each call, one call at a time."""
     content = batch(together)
-    named = [keys(together) for _ in range(count // together)]
+    calls = [keys(together) for _ in range(count // together)]
     tags = [{"step": 0} for _ in range(together)]
-    begun, cpu = time.perf_counter(), time.process_time()
-    for names in named:
+    started_at, cpu_before_s = time.perf_counter(), time.process_time()
+    for names in calls:
         tq.kv_batch_put(names, PARTITION, content, tags)
-    spent = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-    for names in named:
+    cost = {"wall_s": time.perf_counter() - started_at, "cpu_s": time.process_time() - cpu_before_s}
+    for names in calls:
         tq.kv_clear(names, PARTITION)
-    return spent
+    return cost
 
 
 def get(size: int) -> dict[str, float]:
-    """Put so many, then get them in one call: the time of the get."""
+    """Put ``size`` trajectories, get them in one call, and return the cost of the get."""
     names = keys(size)
     tq.kv_batch_put(names, PARTITION, batch(size), [{"step": 0} for _ in names])
-    begun, cpu = time.perf_counter(), time.process_time()
-    got = tq.kv_batch_get(names, PARTITION)
-    spent = {"wall_s": time.perf_counter() - begun, "cpu_s": time.process_time() - cpu}
-    assert len(got) == size
+    started_at, cpu_before_s = time.perf_counter(), time.process_time()
+    result = tq.kv_batch_get(names, PARTITION)
+    cost = {"wall_s": time.perf_counter() - started_at, "cpu_s": time.process_time() - cpu_before_s}
+    assert len(result) == size
     tq.kv_clear(names, PARTITION)
-    return spent
+    return cost
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The policy plane measured: what the client costs, how busy it keeps engines, what a weight update costs and loses."""
+"""Benchmarks of policy serving: the client's cost, throughput of an engine, cost and exactness of weight updates."""

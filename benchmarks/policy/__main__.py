@@ -1,7 +1,7 @@
-"""The policy plane, measured on a real vLLM and on the double.
+"""Benchmarks of policy serving, with a real vLLM and with the tiny policy.
 
-make bench-policy                 # needs `make parts`; some ten minutes
-make bench-policy ARGS=cost       # one part: cost, throughput, updates
+make bench-policy                 # needs `make parts`; takes about ten minutes
+make bench-policy ARGS=cost       # one part: cost, throughput or updates
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from headrace import Client
 from tests.vllm.server import TorchLogprobs
 
 PARTS = ("cost", "throughput", "updates")
-REAL = {"throughput", "updates"}
+VLLM_PARTS = {"throughput", "updates"}
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or list(PARTS)
-    if unknown := set(wanted) - set(PARTS):
-        raise SystemExit(f"No part {', '.join(unknown)}. There are: {', '.join(PARTS)}.")
-    if REAL & set(wanted) and not PYTHON.exists():
-        raise SystemExit("There is no vLLM here: install it with make parts, or measure without: ARGS=cost.")
-    rows = cost.rows() if "cost" in wanted else []
-    if REAL & set(wanted):
-        rows += _real(wanted)
+    parts = sys.argv[1:] or list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"Unknown part: {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
+    if VLLM_PARTS & set(parts) and not PYTHON.exists():
+        raise SystemExit("vLLM is not installed. Run make parts, or measure without it: ARGS=cost.")
+    rows = cost.rows() if "cost" in parts else []
+    if VLLM_PARTS & set(parts):
+        rows += _vllm_rows(parts)
     report("policy", rows)
 
 
-def _real(wanted: list[str]) -> list[Row]:
+def _vllm_rows(parts: list[str]) -> list[Row]:
     rows: list[Row] = []
     forward = TorchLogprobs()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as name, service() as running:
@@ -47,9 +47,9 @@ def _real(wanted: list[str]) -> list[Row]:
             running.start_worker(slots=AT_ONCE)
             server = Vllm(address, folder / "model")
             with Client(running.url) as client:
-                if "throughput" in wanted:
+                if "throughput" in parts:
                     rows += throughput.rows(running, client, server)
-                if "updates" in wanted:
+                if "updates" in parts:
                     rows += updates.rows(client, server, forward, folder / "weights")
     forward.end()
     return rows

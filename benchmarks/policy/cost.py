@@ -1,6 +1,7 @@
-"""What the policy client costs: CPU per turn beside a bare request, and turns per second of one process.
+"""Cost of the policy client: CPU per turn beside a bare request, and turns per second of one process.
 
-Against the tiny policy in a process of its own, 64 turns at a time, in alternation, so that both meet the same machine.
+Both use the tiny policy in a separate process, with 64 concurrent turns. They are measured alternately, so that other
+load on this machine affects both.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER,
 
 TURNS, AT_ONCE, ROUNDS = 3_000, 64, 5
 
-PROMPT = [BOS, USER, *b"I have chosen a secret whole number from 1 to 50. Guess it, boxed." * 4, END, ASSISTANT]
+PROMPT = [BOS, USER, *b"I have chosen a secret client number from 1 to 50. Guess it, boxed." * 4, END, ASSISTANT]
 
 
-class Spent(NamedTuple):
-    """Of one turn."""
+class TurnCost(NamedTuple):
+    """CPU time and duration per turn."""
 
     cpu_s: float
     wall_s: float
@@ -37,54 +38,54 @@ class Spent(NamedTuple):
 def rows() -> list[Row]:
     with service() as running:
         running.start_tiny_policy()
-        bare, whole = uvloop.run(_measure(running.policy_url))
-    client_ms, bare_ms = (1e3 * median(spent.cpu_s for spent in both) for both in (whole, bare))
+        bare, client = uvloop.run(_measure(running.policy_url))
+    client_ms, bare_ms = (1e3 * median(cost.cpu_s for cost in costs) for costs in (client, bare))
     print(f"CPU per turn: client {client_ms:.2f} ms, a bare aiohttp request {bare_ms:.2f} ms")
-    rate, bare_rate = (1 / min(spent.wall_s for spent in both) for both in (whole, bare))
+    rate, bare_rate = (1 / min(cost.wall_s for cost in costs) for costs in (client, bare))
     return [
-        Row("CPU of the client, all of it", client_ms, "ms/turn", "the goal", 0.6, 1.0, "lower"),
-        Row("turns of one process, with the double", rate, "1/s", "the goal", 1500, 1.0, "higher"),
-        Row("turns of one process, with the double", rate, "1/s", "bare requests", bare_rate, 0.9, "higher"),
+        Row("CPU of the client", client_ms, "ms/turn", "goal", 0.6, 1.0, "lower"),
+        Row("turns of one process, with the tiny policy", rate, "1/s", "goal", 1500, 1.0, "higher"),
+        Row("turns of one process, with the tiny policy", rate, "1/s", "bare requests", bare_rate, 0.9, "higher"),
     ]
 
 
-async def _measure(address: str) -> tuple[list[Spent], list[Spent]]:
+async def _measure(address: str) -> tuple[list[TurnCost], list[TurnCost]]:
     policies = ServedPolicies(default_endpoints=[address], clock=time.monotonic)
-    bare: list[Spent] = []
-    whole: list[Spent] = []
+    bare: list[TurnCost] = []
+    client: list[TurnCost] = []
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
             policy = policies.at(())
 
-            async def ask(number: int) -> None:
+            async def send(number: int) -> None:
                 body = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"max_tokens": 64, "logprobs": 0}}
                 async with session.post(f"{address}{GENERATE}", json=body) as answer:
                     await answer.json()
 
             async def sample(number: int) -> None:
-                await policy.sample(_turn(number))
+                await policy.sample(_sample_request(number))
 
             for _ in range(ROUNDS):
-                bare.append(await _turns(ask))
-                whole.append(await _turns(sample))
+                bare.append(await _run_turns(send))
+                client.append(await _run_turns(sample))
     finally:
         await policies.close()
-    return bare, whole
+    return bare, client
 
 
-async def _turns(one: Callable[[int], Awaitable[None]]) -> Spent:
+async def _run_turns(run_turn: Callable[[int], Awaitable[None]]) -> TurnCost:
     numbers = iter(range(TURNS))
 
     async def work() -> None:
         for number in numbers:
-            await one(number)
+            await run_turn(number)
 
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu_before_s, started_at = time.process_time(), time.perf_counter()
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-    return Spent((time.process_time() - cpu) / TURNS, (time.perf_counter() - wall) / TURNS)
+    return TurnCost((time.process_time() - cpu_before_s) / TURNS, (time.perf_counter() - started_at) / TURNS)
 
 
-def _turn(number: int) -> SampleRequest:
+def _sample_request(number: int) -> SampleRequest:
     return SampleRequest(
         id=f"e{number}-1-0",
         group=f"g{number // 8}",

@@ -1,4 +1,4 @@
-"""Short calls to the vLLM server of a benchmark, and the run that loads it."""
+"""Client of the vLLM server of a benchmark, and the spec of the run that loads it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.service import wait_for
 
 AT_ONCE = 64
-"""Episodes in flight, and so requests."""
+"""Concurrent episodes, and thus concurrent requests."""
 
 TURNS, TOKENS = 3, 80
-"""Of an episode, and at most of a turn. The model ends a turn in one of 300 tokens by itself."""
+"""Turns of an episode, and the limit on tokens of a turn. About one token in 300 ends a turn earlier."""
 
 RISE_S = 60.0
+"""Longest wait for the full load: a fresh run starts slowly, by design."""
 
-RUNNING, TOKENS_MADE, TURNS_DONE = (
+RUNNING, TOKENS_SAMPLED, TURNS_DONE = (
     "vllm:num_requests_running",
     "vllm:generation_tokens_total",
     "vllm:request_success_total",
@@ -28,7 +29,17 @@ RUNNING, TOKENS_MADE, TURNS_DONE = (
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class LoadRate(NamedTuple):
+    """Rate of a server under load: sampled tokens per second, mean concurrent requests, and the measured seconds."""
+
+    tokens_per_s: float
+    running: float
+    wall_s: float
+
+
 class Vllm:
+    """Client of a vLLM server."""
+
     def __init__(self, address: str, model: Path) -> None:
         self.address, self.model = address, model
 
@@ -51,34 +62,28 @@ class Vllm:
         answer: str = json.loads(self.get("/weight_info"))["weight_version"]
         return answer
 
-    def tokens_per_s(
-        self, warm_s: float, measured_s: float, look: Callable[[], object] = lambda: None
-    ) -> tuple[float, float, float]:
-        """What it samples, by its own count, and how many requests it works on at a time, once it is loaded; and for
-        how many seconds that was measured. ``look`` is called as they begin and as they end.
-
-        Loaded is ``warm_s`` after it has nearly all that may be in flight, or after ``RISE_S``: a fresh run starts
-        slowly, by design.
-        """
+    def measure_rate(self, warm_s: float, measured_s: float, on_edge: Callable[[], object] = lambda: None) -> LoadRate:
+        """Wait for nearly the full load, then ``warm_s`` longer, and measure by the server's own metrics. ``on_edge``
+        is called at the start and at the end of the measurement."""
         deadline = time.monotonic() + RISE_S
         while self.metric(RUNNING) < 0.9 * AT_ONCE and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(warm_s)
-        look()
-        begun, before, running = time.perf_counter(), self.metric(TOKENS_MADE), []
-        while time.perf_counter() - begun < measured_s:
+        on_edge()
+        started_at, before, running = time.perf_counter(), self.metric(TOKENS_SAMPLED), []
+        while time.perf_counter() - started_at < measured_s:
             running.append(self.metric(RUNNING))
             time.sleep(0.5)
-        tokens, took_s = self.metric(TOKENS_MADE) - before, time.perf_counter() - begun
-        look()
-        return tokens / took_s, sum(running) / len(running), took_s
+        tokens, wall_s = self.metric(TOKENS_SAMPLED) - before, time.perf_counter() - started_at
+        on_edge()
+        return LoadRate(tokens / wall_s, sum(running) / len(running), wall_s)
 
-    def until_idle(self) -> None:
+    def wait_until_idle(self) -> None:
         wait_for("an idle engine", lambda: self.metric(RUNNING) == 0)
 
 
 def spec(name: str, server: Vllm) -> dict[str, Any]:
-    """A run of episodes that only talk; nobody pulls, and nothing grows stale."""
+    """Make the spec of a run of conversations that are not pulled and do not become stale."""
     return {
         "name": name,
         "environments": [{"id": "bench:Talk", "kwargs": {"turns": TURNS}}],

@@ -1,4 +1,4 @@
-"""Benchmarks on a machine where a part is missing."""
+"""Benchmarks on a machine without a part that they need."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from scripts.check_tree import ROOT
     ("command", "name"),
     [(["benchmarks.bench_sandbox_service"], "sandbox-service"), (["benchmarks.sandbox", "speed"], "sandbox")],
 )
-def test_a_benchmark_whose_part_is_missing_says_so_in_its_table(command: list[str], name: str, tmp_path: Path) -> None:
+def test_work_that_needs_a_part_that_is_not_installed_has_a_row_with_the_reason(
+    command: list[str], name: str, tmp_path: Path
+) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
     (row,) = json.loads((tmp_path / "build" / "bench" / f"{name}.json").read_text())["rows"]
     assert (row["ours"], row["ratio"], row["ok"]) == (None, None, False)
     assert row["against"].startswith("The program bwrap is not installed.")
