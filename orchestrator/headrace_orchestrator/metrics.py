@@ -1,8 +1,8 @@
-"""Metrics of the orchestrator, for Prometheus.
+"""Prometheus metrics of the orchestrator.
 
-* Every name begins with ``headrace_`` and names its unit; counters end in ``_total``.
-* Labels are bounded: the first 100 runs have a label of their own, later ones share ``other``; so do policy servers
-  beyond the 100 busiest.
+* Every name begins with ``headrace_`` and ends with its unit; counters end in ``_total``.
+* Labels are bounded: the first 100 runs and the 100 busiest policy servers have labels of their own, all others share
+  the label ``other``.
 * Gauges are read from the state when they are scraped, so they are never out of date.
 """
 
@@ -30,24 +30,24 @@ from headrace_orchestrator.scheduler.events import (
 )
 
 MAX_RUN_LABELS = 100
-"""Most runs with their own label: a time series costs memory for ever. The console shows further runs."""
+"""Maximum number of runs with their own label: a time series costs memory for ever. The console shows all runs."""
 
 MAX_SERVER_LABELS = 100
-"""Most policy servers with their own label: those with the most requests."""
+"""Maximum number of policy servers with their own label: those with the most requests."""
 
 OTHER = "other"
 
-STORE_TEXTS = {
+STORE_HELP = {
     "sync_p50_s": "Median time of the last group commits.",
-    "assets": "Images and large arrays that are stored.",
-    "asset_bytes": "Bytes of images and large arrays that are stored.",
+    "assets": "Stored images and large arrays.",
+    "asset_bytes": "Bytes of stored images and large arrays.",
     "log_bytes": "Bytes of the log's files.",
-    "trajectories": "Trajectories that are stored.",
-    "batches_open": "Batches formed and not acked, of all runs.",
-    "unprojected_rows": "Rows that are in the log and not yet in listings.",
+    "trajectories": "Stored trajectories.",
+    "batches_open": "Batches of all runs that are formed but not acked.",
+    "unprojected_rows": "Rows of the log that listings do not have yet.",
     "projection_wal_bytes": "Bytes of the write-ahead file of the projection.",
 }
-"""Help text of each number of ``ServiceStatus.store``."""
+"""Help text of each entry of ``ServiceStatus.store``."""
 
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60)
 SYNC_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
@@ -73,17 +73,17 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"headrace_{name}", text, labels, registry=self.registry)
 
-        self.episodes = counter("episodes", "Terminal records stored, by status.", "run", "status")
+        self.episodes = counter("episodes", "Stored episode records, by status.", "run", "status")
         self.episode_failures = counter("episode_failures", "Failed episodes, by layer.", "run", "layer")
         self.attempts_lost = counter("attempts_requeued", "Attempts that ended without a record.", "run", "reason")
-        self.groups_admitted = counter("groups_admitted", "Groups that entered the ledger.", "run")
+        self.groups_admitted = counter("groups_admitted", "Admitted groups.", "run")
         self.groups_retired = counter("groups_retired", "Groups retired, by reason.", "run", "reason")
-        self.batches = counter("batches", "Batches, by what happened to them.", "run", "event")
+        self.batches = counter("batches", "Changes of batches, by event.", "run", "event")
         self.quarantined = counter("tasks_quarantined", "Tasks that killed too many attempts.", "run")
         self.submissions = counter("submissions", "Submitted records, by verdict.", "verdict")
-        self.empty_pulls = counter("empty_pulls", "Pulls that served nothing, by reason.", "run", "reason")
+        self.empty_pulls = counter("empty_pulls", "Pulls that returned no batch, by reason.", "run", "reason")
         self.weight_sync_failures = counter(
-            "weight_sync_failures", "Policy servers that did not get new weights, by kind.", "run", "kind"
+            "weight_sync_failures", "Failed weight syncs of policy servers, by kind.", "run", "kind"
         )
         self.log_written = counter("log_written_bytes", "Bytes appended to the log.")
         self.log_deleted = counter("log_deleted_bytes", "Bytes of log files that retention deleted.")
@@ -95,20 +95,20 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"headrace_{name}", text, labels, buckets=buckets, registry=self.registry)
 
-        self.pull_wait = histogram("pull_wait_seconds", "Time that pulls waited.", WAIT_BUCKETS_S, "run")
+        self.pull_wait = histogram("pull_wait_seconds", "Waiting time of pulls.", WAIT_BUCKETS_S, "run")
         self.staleness = histogram("batch_staleness_versions", "Staleness of a batch.", STALENESS_BUCKETS, "run")
         self.weight_sync = histogram(
-            "weight_sync_seconds", "Time that a policy server was paused for new weights.", WEIGHT_BUCKETS_S, "run"
+            "weight_sync_seconds", "Pause of a policy server for new weights.", WEIGHT_BUCKETS_S, "run"
         )
         self.sync = histogram("log_sync_seconds", "Time of one group commit: write and sync.", SYNC_BUCKETS_S)
-        self.lag = histogram("event_loop_lag_seconds", "How late the event loop runs its timers.", LAG_BUCKETS_S)
-        self.request_time = histogram("http_request_seconds", "Time to answer.", REQUEST_BUCKETS_S, "route")
-        self.ready = Gauge("headrace_ready", "1 when requests are answered, else 0.", registry=self.registry)
-        text = "1 while nothing can be stored, as on a full disk, else 0."
+        self.lag = histogram("event_loop_lag_seconds", "Delay of the event loop's timers.", LAG_BUCKETS_S)
+        self.request_time = histogram("http_request_seconds", "Time to answer a request.", REQUEST_BUCKETS_S, "route")
+        self.ready = Gauge("headrace_ready", "1 while requests are answered, else 0.", registry=self.registry)
+        text = "1 while nothing can be stored, for example on a full disk, else 0."
         self.disk_refuses = Gauge("headrace_disk_refuses", text, registry=self.registry)
 
     def run_label(self, run: str) -> str:
-        """The label of a run: its name, or ``other`` when too many have one."""
+        """The label of a run: its name, or ``other`` if the maximum number of runs have their own label."""
         if run in self._runs:
             return run
         if len(self._runs) >= MAX_RUN_LABELS:
@@ -116,8 +116,8 @@ class Metrics:
         self._runs.add(run)
         return run
 
-    def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
-        """Count a request. Its series are looked up once: doing so costs more than counting."""
+    def count_request(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count an HTTP request. Its series are looked up once, since a lookup costs more than counting."""
         series = self._requests.get((method, route, status))
         if series is None:
             series = self.requests.labels(method, route, status), self.request_time.labels(route)
@@ -126,8 +126,8 @@ class Metrics:
         count.inc()
         time.observe(duration_s)
 
-    def judged(self, results: Iterable[SubmitResult]) -> None:
-        """Count what became of submitted records. As above, series are looked up once."""
+    def count_submissions(self, results: Iterable[SubmitResult]) -> None:
+        """Count submitted records by verdict. As for requests, series are looked up once."""
         counts: dict[str, int] = {}
         for result in results:
             counts[result.verdict] = counts.get(result.verdict, 0) + 1
@@ -137,14 +137,14 @@ class Metrics:
                 series = self._verdicts[verdict] = self.submissions.labels(verdict)
             series.inc(count)
 
-    def observe(self, events: Iterable[AnyEvent]) -> None:
-        """Count what the scheduler decided."""
-        # Hundreds of events may come together, of few kinds: they are added up before a counter is touched.
-        for (counter, run, *labels), count in Tally(self._counted(events)).items():
+    def count_events(self, events: Iterable[AnyEvent]) -> None:
+        """Count the scheduler's events."""
+        # Hundreds of events of a few kinds may come together, so they are added up before a counter is changed.
+        for (counter, run, *labels), count in Tally(self._increments(events)).items():
             counter.labels(self.run_label(run), *labels).inc(count)
 
-    def _counted(self, events: Iterable[AnyEvent]) -> Iterator[tuple[Counter, str] | tuple[Counter, str, str]]:
-        """What each event adds one to: the counter, the run, the other label."""
+    def _increments(self, events: Iterable[AnyEvent]) -> Iterator[tuple[Counter, str] | tuple[Counter, str, str]]:
+        """The counters that events increment by one: each with its run and its other label, if any."""
         for event in events:
             match event:
                 case EpisodeEnded():
@@ -168,22 +168,22 @@ class Metrics:
                 case BatchDissolved():
                     yield self.batches, event.run, "dissolved"
                 case _:
-                    pass  # the rest shows in the gauges
+                    pass  # gauges show the effect of the other events
 
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _StateCollector(Collector):
-    """Gauges of the state as it is at the scrape."""
+    """Gauges of the current state, computed at each scrape."""
 
     def __init__(self, status: Callable[[], ServiceStatus], run_label: Callable[[str], str]) -> None:
         self._status = status
         self._run_label = run_label
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        return iter(())  # nothing is known before the first scrape
+        return iter(())  # names depend on the state, which is not read at registration
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         status = self._status()
@@ -192,10 +192,10 @@ class _StateCollector(Collector):
         yield from self._workers(status)
         yield from self._servers(status)
         for name, value in status.store.items():
-            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", STORE_TEXTS[name], value=value)
+            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", STORE_HELP[name], value=value)
         yield GaugeMetricFamily(
             "headrace_epoch_count",
-            "Grows by one at each start of this data directory, and jumps when it is restored.",
+            "Number that grows by one at each start on this data directory, and by more when a backup is restored.",
             value=status.epoch,
         )
         yield GaugeMetricFamily("headrace_uptime_seconds", "Time since start.", value=status.uptime_s)
@@ -210,13 +210,13 @@ class _StateCollector(Collector):
         for run in status.runs:
             name = self._run_label(run.name)
             add("run_credit_groups", "Groups that may still be admitted.", "", (name,), run.credit)
-            add("run_groups_in_flight", "Groups admitted and not retired.", "", (name,), run.in_flight)
-            add("run_episodes_queued", "Episodes that wait for a slot.", "", (name,), run.queued)
+            add("run_groups_in_flight", "Groups that are admitted but not retired.", "", (name,), run.in_flight)
+            add("run_episodes_queued", "Episodes waiting for a slot.", "", (name,), run.queued)
             add("run_episodes_leased", "Episodes at workers.", "", (name,), run.leased)
             if run.attainable is not None:
-                text = "Training episodes that the policy servers take at a time."
+                text = "Training episodes that the policy servers can take at a time."
                 add("run_episodes_attainable", text, "", (name,), run.attainable)
-            add("run_batches_open", "Batches formed and not acked.", "", (name,), run.batches_open)
+            add("run_batches_open", "Batches that are formed but not acked.", "", (name,), run.batches_open)
             add("run_active", "1 while the run is active.", "", (name,), float(run.state == "active"))
             add("run_learner_waiting", "1 while a pull waits.", "", (name,), float(run.learner_waiting))
             for state in ("open", "eligible", "leased"):
@@ -224,7 +224,7 @@ class _StateCollector(Collector):
             for state, count in run.servers.items():
                 add("run_policy_servers", "Policy servers, by state.", "state", (name, state), count)
             for reason in run.reasons:
-                add("run_empty_reason", "1 for each reason why a pull waits.", "reason", (name, reason.code), 1.0)
+                add("run_empty_reason", "1 for each reason for which a pull waits.", "reason", (name, reason.code), 1.0)
         for (name, text, label), series in values.items():
             family = GaugeMetricFamily(f"headrace_{name}", text, labels=["run", *([label] if label else [])])
             for key, value in series.items():
@@ -236,7 +236,7 @@ class _StateCollector(Collector):
         for run in status.runs:
             for rule, count in run.selected.items():
                 counts[self._run_label(run.name), rule] += count
-        text = "What the rules of selection did, by rule: groups put in batches, made eligible, topped up."
+        text = "Actions of the selection rules, by rule: groups put in batches, made eligible, topped up."
         family = CounterMetricFamily("headrace_selected", text, labels=["run", "rule"])
         for key, count in counts.items():
             family.add_metric(list(key), count)
@@ -262,18 +262,18 @@ class _StateCollector(Collector):
             yield family
 
     def _servers(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:
-        """What the workers that are there asked of each policy server, and how much of it failed."""
-        asked: Tally[str] = Tally()
-        counts: dict[str, Tally[str]] = {"policy_requests": asked, "policy_failures": Tally()}
+        """Requests of the current workers to each policy server, and the failed ones."""
+        requests: Tally[str] = Tally()
+        counts: dict[str, Tally[str]] = {"policy_requests": requests, "policy_failures": Tally()}
         for worker in status.workers:
             for name, value in worker.stats.items():
                 kind, _, server = name.partition(" ")
                 if kind in counts:
                     counts[kind][server] += int(value)
-        labels = {server for server, _ in asked.most_common(MAX_SERVER_LABELS)}
+        labels = {server for server, _ in requests.most_common(MAX_SERVER_LABELS)}
         for kind, text in (
-            ("policy_requests", "Requests to a policy server, by the workers that are there."),
-            ("policy_failures", "Of them those that failed by the server's fault."),
+            ("policy_requests", "Requests of the current workers to a policy server."),
+            ("policy_failures", "Requests of the current workers that a policy server failed."),
         ):
             series: Tally[str] = Tally()
             for server, count in counts[kind].items():

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.trajectory import Failure
 from headrace.wire import messages
-from headrace_orchestrator.metrics import MAX_RUN_LABELS, MAX_SERVER_LABELS, STORE_TEXTS, Metrics
+from headrace_orchestrator.metrics import MAX_RUN_LABELS, MAX_SERVER_LABELS, STORE_HELP, Metrics
 from tests.builders import make_failed
 from tests.orchestrator.serving import Api, record_for, refusing_disk, submission, until
 
@@ -96,7 +96,7 @@ async def test_the_story_of_a_run_is_in_the_numbers(api: Api):
     assert found["headrace_store_trajectories"][()] == 4
     assert found["headrace_store_log_bytes"][()] > 0
     assert {name for name in found if name.startswith("headrace_store_")} == {
-        f"headrace_store_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}" for name in STORE_TEXTS
+        f"headrace_store_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}" for name in STORE_HELP
     }
     assert found["headrace_pool_slots"][(("pool", "default"),)] == 64
     assert ("run", "run") in next(iter(found["headrace_run_credit_groups"]))

@@ -131,7 +131,7 @@ class OrchestratorApp:
         finally:
             if request is not None:
                 request.close()
-            self._metrics.answered(method, template, status, time.perf_counter() - begun)
+            self._metrics.count_request(method, template, status, time.perf_counter() - begun)
 
     def direct(self, scope: Scope) -> BodyHandler | None:
         """The function that takes the body of a request to a direct handler. None for all other requests, and for those
@@ -177,7 +177,7 @@ class OrchestratorApp:
         else:
             response = HttpResponse(msgspec.json.encode(given), status=route.status)
         assert isinstance(response.body, bytes)
-        self._metrics.answered(route.method, route.path, response.status, time.perf_counter() - begun)
+        self._metrics.count_request(route.method, route.path, response.status, time.perf_counter() - begun)
         respond(response.status, response_head(response, response.body, self._service.epoch), response.body)
 
     def _authorize(self, header: Callable[[bytes], str], route: Route) -> None:

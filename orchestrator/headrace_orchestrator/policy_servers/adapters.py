@@ -1,14 +1,14 @@
-"""The LoRA adapters that the servers of a run should hold, and the calls that load and unload them. Pure.
+"""The LoRA adapters that a run's servers should hold, and the calls that load and unload them. Pure.
 
-* Every server holds the served version of the trained adapter, the next one, and the one before (for turns that just
-  began); pinned adapters; and the adapters of open groups.
-* Remaining room goes to the other adapters, most recently used first.
-* A version of the trained adapter has its own name at the servers, and never replaces another one: vLLM would read it
-  from disk again at every step, and could restore an older one while a request of that one is running.
-* Once a version was served, servers without it are not asked.
-* Adapters of others are not touched: the run's own adapters have names that begin with the run's.
+* Every server holds pinned adapters, those of open groups, and the trained adapter's served, next and previous
+  versions. Turns that have just begun use the previous one.
+* The remaining room goes to the other adapters, most recently used first.
+* Each version of the trained adapter has its own name at the servers, and never replaces another one: vLLM would read
+  it from disk again at every step, and could restore an older version while a request of that one is running.
+* Once a version is served, servers without it get no requests.
+* Adapters of other owners are left alone: the names of the run's own adapters begin with the run's name.
 * A restarted server gets its adapters again.
-* A refused load is retried with growing delays; the first reason stays visible.
+* A refused load is retried with growing delays, and its reason stays visible; a new version is loaded at once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
 from headrace.wire.messages import Reason
 from headrace.wire.policy_server import adapter_server_name
-
-RETRY_FIRST_S = 1.0
-RETRY_MOST_S = 30.0
-"""Longest pause between tries to load a refused adapter."""
-
+from headrace_orchestrator.policy_servers.server_state import retry_delay_s
 
 BASE = Version(0, 0)
-"""The version of a run's trained adapter before its first load: the base alone."""
+"""The version of a run's trained adapter before its first load: the base model alone."""
 
 
 class AdapterCall(NamedTuple):
-    """A call to a server: ``load`` a folder under a name, or ``unload`` the name."""
+    """A call to a server: load the adapter in folder ``path`` under ``name``, or unload ``name``."""
 
     kind: Literal["load", "unload"]
     address: str
@@ -41,10 +37,10 @@ class AdapterCall(NamedTuple):
 
 
 @dataclass
-class _Server:
-    #: Adapters that it has, by name, and where each came from; None while nobody knows.
-    has: dict[str, str] | None = None
-    busy: bool = False
+class _AdapterServer:
+    #: Folders of its adapters by name; None if unknown.
+    loaded: dict[str, str] | None = None
+    call_pending: bool = False
     problem: str = ""
     failures: int = 0
     retry_at: float = 0.0
@@ -52,114 +48,114 @@ class _Server:
 
 @dataclass
 class Adapters:
-    """The adapters of one run. ``limit``: the number that a server runs at a time, if known."""
+    """The adapters of one run. ``limit``: the number of adapters that a server runs at a time, if known."""
 
     run: str
     spec: PolicySpec
     limit: int | None = None
     revision: int = 0
-    #: Frozen ones, as the servers know them, in the order of their last use, latest last.
-    _order: list[str] = field(default_factory=list)
+    #: Names of the frozen adapters at the servers, most recently used last.
+    _recency: list[str] = field(default_factory=list)
     _versions: dict[Version, str] = field(default_factory=dict)
-    #: The newest version that a server had; 0.0 is the base alone.
+    #: The newest version that a server has had.
     served: Version = BASE
     _served_before: Version = BASE
-    _servers: dict[str, _Server] = field(default_factory=dict)
+    _servers: dict[str, _AdapterServer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._paths = {self._at_server(adapter.name): adapter.path for adapter in self.spec.adapters}
         self._pinned = {self._at_server(adapter.name) for adapter in self.spec.adapters if adapter.pinned}
-        self._order = [self._at_server(adapter.name) for adapter in reversed(self.spec.adapters)]
+        self._recency = [self._at_server(adapter.name) for adapter in reversed(self.spec.adapters)]
         self._in_use: set[str] = set()
 
     @property
-    def any(self) -> bool:
+    def has_adapters(self) -> bool:
         """Return True if the run has adapters."""
         return bool(self.spec.adapter or self._paths)
 
-    # What happened --------------------------------------------------------------------------------------------
+    # Input ---------------------------------------------------------------------------------------------------
 
-    def announced(self, version: Version, path: str) -> None:
-        """Take a version of the trained adapter and its folder."""
+    def announce(self, version: Version, path: str) -> None:
+        """Take a new version of the trained adapter, which is in folder ``path``."""
         if self._versions.get(version) != path:
             self._versions[version] = path
-            self._forget({version})
+            self._drop_versions_except({version})
             for server in self._servers.values():
                 server.failures, server.retry_at = 0, 0.0
 
-    def _forget(self, wanted: set[Version]) -> None:
-        keep = wanted | {self.served, self._served_before}
+    def _drop_versions_except(self, versions: set[Version]) -> None:
+        keep = versions | {self.served, self._served_before}
         self._versions = {version: path for version, path in self._versions.items() if version in keep}
 
     def use(self, in_use: Collection[str]) -> None:
-        """Set the frozen adapters of the open groups."""
-        now = {self._at_server(name) for name in in_use}
-        for name in sorted(now - self._in_use):
-            self._order.remove(name)
-            self._order.append(name)
-        self.revision += now != self._in_use
-        self._in_use = now
+        """Set the frozen adapters that open groups use."""
+        names = {self._at_server(name) for name in in_use}
+        for name in sorted(names - self._in_use):
+            self._recency.remove(name)
+            self._recency.append(name)
+        self.revision += names != self._in_use
+        self._in_use = names
 
     def take_servers(self, addresses: Iterable[str]) -> None:
-        """Set the run's servers."""
-        self._servers = {address: self._servers.get(address) or _Server() for address in addresses}
+        """Take the addresses of the run's current servers."""
+        self._servers = {address: self._servers.get(address) or _AdapterServer() for address in addresses}
 
-    def listed(self, address: str, has: Mapping[str, str] | None) -> None:
-        """Take the adapters that a server lists; None if it did not answer."""
+    def take_list(self, address: str, loaded: Mapping[str, str] | None) -> None:
+        """Take the adapters that a server lists, as folders by name; None if it did not answer."""
         server = self._servers.get(address)
-        if server is not None and server.has != has:
-            server.has = None if has is None else dict(has)
-            self._news()
+        if server is not None and server.loaded != loaded:
+            server.loaded = None if loaded is None else dict(loaded)
+            self._update_served()
 
-    def answered(self, call: AdapterCall, problem: str, now: float) -> None:
+    def take_result(self, call: AdapterCall, problem: str, now: float) -> None:
         """Take the result of a call; ``problem`` is empty on success."""
         server = self._servers.get(call.address)
         if server is None:
             return
-        server.busy = False
+        server.call_pending = False
         self.revision += server.problem != problem
         server.problem = problem
         if problem:
-            server.retry_at = now + min(RETRY_MOST_S, RETRY_FIRST_S * 2**server.failures)
+            server.retry_at = now + retry_delay_s(server.failures)
             server.failures += 1
             return
         server.failures = 0
-        if server.has is not None and call.kind == "load":
-            server.has[call.name] = call.path
-        elif server.has is not None:
-            server.has.pop(call.name, None)
-        self._news()
+        if server.loaded is not None and call.kind == "load":
+            server.loaded[call.name] = call.path
+        elif server.loaded is not None:
+            server.loaded.pop(call.name, None)
+        self._update_served()
 
-    def _news(self) -> None:
+    def _update_served(self) -> None:
         self.revision += 1
         newest = max((self.version(address) for address in self._servers), default=BASE)
         if newest > self.served:
-            self.is_served(newest)
+            self.record_served(newest)
 
-    def is_served(self, version: Version) -> None:
-        """Record that a server has, or had before this process, this version."""
+    def record_served(self, version: Version) -> None:
+        """Record that a server has this version, or had it before this process started."""
         if version > self.served:
             self.served, self._served_before = version, self.served
-            self._forget({version for version in self._versions if version > self.served})
+            self._drop_versions_except({version for version in self._versions if version > self.served})
 
-    # What to do -----------------------------------------------------------------------------------------------
+    # Calls ----------------------------------------------------------------------------------------------------
 
-    def keep(self) -> dict[str, str]:
-        """The adapters that every server should hold: folders by name at the server."""
-        always = self._always()
-        kept = dict(always)
-        for name in reversed(self._order):
-            if name not in kept and (self._limit is None or len(kept) < self._limit):
-                kept[name] = self._paths[name]
-        return kept
+    def desired(self) -> dict[str, str]:
+        """The adapters that every server should hold, as folders by name."""
+        desired = self._mandatory()
+        for name in reversed(self._recency):
+            if name not in desired and (self._limit is None or len(desired) < self._limit):
+                desired[name] = self._paths[name]
+        return desired
 
     @property
     def _limit(self) -> int | None:
         return self.limit if self.spec.max_adapters is None else self.spec.max_adapters
 
-    def _always(self) -> dict[str, str]:
+    def _mandatory(self) -> dict[str, str]:
+        """The adapters that every server should hold even beyond its limit."""
         trained = {self._name(version): path for version, path in self._versions.items()}
-        return trained | {name: self._paths[name] for name in self._order if name in self._pinned | self._in_use}
+        return trained | {name: self._paths[name] for name in self._recency if name in self._pinned | self._in_use}
 
     def _name(self, version: Version) -> str:
         return self._at_server(self.spec.adapter or "", version)
@@ -168,70 +164,70 @@ class Adapters:
         return adapter_server_name(self.run, name, version)
 
     def step(self, now: float) -> list[AdapterCall]:
-        """The calls to make now, at most one for each server; a call is out until it is answered."""
-        kept, calls = self.keep(), []
+        """The calls to make now, at most one for each server that has no pending call."""
+        desired, calls = self.desired(), []
         for address, server in self._servers.items():
-            call = None if server.busy or server.retry_at > now else self._next(address, server, kept)
+            call = None if server.call_pending or server.retry_at > now else self._next(address, server, desired)
             if call is not None:
-                server.busy = True
+                server.call_pending = True
                 calls.append(call)
         return calls
 
-    def _next(self, address: str, server: _Server, kept: Mapping[str, str]) -> AdapterCall | None:
-        if server.has is None:
+    def _next(self, address: str, server: _AdapterServer, desired: Mapping[str, str]) -> AdapterCall | None:
+        if server.loaded is None:
             return None
-        for name, path in server.has.items():
-            if self._is_ours(name) and kept.get(name) != path:
+        for name, path in server.loaded.items():
+            if self._is_own(name) and desired.get(name) != path:
                 return AdapterCall("unload", address, name)
-        for name, path in kept.items():
-            if name not in server.has:
+        for name, path in desired.items():
+            if name not in server.loaded:
                 return AdapterCall("load", address, name, path)
         return None
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_own(self, name: str) -> bool:
         return name.startswith(self._at_server(""))
 
-    def leave(self) -> list[AdapterCall]:
-        """The calls at the end of the run, which unload its own adapters."""
+    def closing_calls(self) -> list[AdapterCall]:
+        """The calls that unload the run's own adapters when it ends."""
         return [
             AdapterCall("unload", address, name)
             for address, server in self._servers.items()
-            for name in server.has or ()
-            if self._is_ours(name)
+            for name in server.loaded or ()
+            if self._is_own(name)
         ]
 
     def due(self) -> float | None:
-        """The time of the next check, if nothing happens before."""
+        """The time of the next attempt at a failed call; None without one."""
         return min((server.retry_at for server in self._servers.values() if server.problem), default=None)
 
-    # What to tell ---------------------------------------------------------------------------------------------
+    # Status ---------------------------------------------------------------------------------------------------
 
     def version(self, address: str) -> Version:
-        """The newest version of the trained adapter at a server; 0.0, the base alone, if none."""
-        has = self._has(address)
-        return max((version for version in self._versions if self._name(version) in has), default=BASE)
+        """The newest version of the trained adapter at a server; ``BASE`` without one."""
+        loaded = self._loaded_at(address)
+        return max((version for version in self._versions if self._name(version) in loaded), default=BASE)
 
-    def lacks(self, address: str) -> str:
-        """The reason that a server gets no requests: an adapter that it lacks. Empty if it has all."""
-        has = self._has(address)
-        missing = [name for name in self._needed() if name not in has]
+    def missing_reason(self, address: str) -> str:
+        """The reason that a server gets no requests: a missing adapter. Empty if it has all that it needs."""
+        loaded = self._loaded_at(address)
+        missing = [name for name in self._needed() if name not in loaded]
         if not missing:
             return ""
         problem = self._servers[address].problem if address in self._servers else ""
         return f"it does not have adapter {missing[0]} yet{f': {problem}' if problem else ''}"
 
-    def _has(self, address: str) -> Mapping[str, str]:
+    def _loaded_at(self, address: str) -> Mapping[str, str]:
         server = self._servers.get(address)
-        return {} if server is None or server.has is None else server.has
+        return {} if server is None or server.loaded is None else server.loaded
 
     def _needed(self) -> list[str]:
-        """The served version, and the frozen adapters that are used or pinned."""
+        """The names of the served version, and of the frozen adapters that are used or pinned."""
         needed = [self._name(self.served)] if self.served != BASE else []
-        return needed + [name for name in self._order if name in self._pinned | self._in_use]
+        return needed + [name for name in self._recency if name in self._pinned | self._in_use]
 
     def reasons(self) -> list[Reason]:
-        """The reasons that adapters are missing at servers."""
-        found = [
+        """The reasons for which adapters are missing at servers."""
+        reasons = [
             Reason(
                 code="adapters",
                 message=f"{address} could not take an adapter: {server.problem}",
@@ -240,16 +236,17 @@ class Adapters:
             for address, server in self._servers.items()
             if server.problem
         ]
-        always = self._always()
-        if self._limit is not None and len(always) > max(self._limit, 2 if self._versions else 0):
-            found.append(
+        mandatory = self._mandatory()
+        if self._limit is not None and len(mandatory) > max(self._limit, 2 if self._versions else 0):
+            reasons.append(
                 Reason(
                     code="adapters",
                     message=(
-                        f"{len(always)} adapters are in use or pinned and a server runs {self._limit} at a time: "
-                        "requests wait for each other. Start it with a larger --max-loras, or play with fewer adapters."
+                        f"{len(mandatory)} adapters are in use or pinned, but a server runs only {self._limit} at a "
+                        "time, so requests wait for each other. Start the servers with a larger --max-loras, or use "
+                        "fewer adapters."
                     ),
-                    facts={"in_use": len(always), "limit": self._limit},
+                    facts={"in_use": len(mandatory), "limit": self._limit},
                 )
             )
-        return found
+        return reasons

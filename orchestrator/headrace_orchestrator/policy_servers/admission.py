@@ -11,7 +11,7 @@
 * An absent server counts nothing; a returning one grows by slow start up to near its last window.
 * A run always has its floor, and never more than its ceiling.
 
-Cutting needs no knowledge of how long an episode is at the engine: it goes by shares of what the server had.
+A cut is a share of the server's window, so it does not depend on how long an episode keeps the engine busy.
 """
 
 from __future__ import annotations
@@ -22,53 +22,55 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FILLED_SHARE = 0.8
-"""Of what a run may have, at workers: from there on the bound is felt, and a window may grow. What is left lets a
-fleet be scaled ahead of it."""
+"""Share of its limit that a run must have at workers before a window may grow. The remainder lets a fleet be scaled up
+before it reaches the limit."""
 
 SLOW_START_SHARE = 1.0
-"""Until its first cut a window grows by this much for each request that its server completes, so that growth keeps
-the pace at which its effect shows, however long requests take."""
+"""Growth during slow start, for each request that the server completes. Slow start lasts until the first cut. Tied to
+completed requests, growth is as fast as its effect shows, however long requests take."""
 
-SLOW_START_MOST = 0.5
-"""Of a window: most that slow start adds in a poll."""
+SLOW_START_MAX_GROWTH = 0.5
+"""Upper bound of the growth by slow start in one poll, as a share of the window."""
 
 ADDITIVE_SHARE = 1 / 8
-"""Of the window after a cut: what it then grows by, at least 1, for each of its episodes' worth of requests."""
+"""Growth after slow start for each window's worth of completed requests, as a share of the window after its last cut;
+at least 1."""
 
 QUEUE_POLLS = 2
-"""Polls in a row with a queue from which on it stands: a burst of arrivals is gone by the second."""
+"""Number of consecutive polls with a queue that make it a standing queue. A burst of arrivals is gone by the second."""
 
 QUEUE_SHARE = 0.05
-"""Of a window: a queue up to this, at least 1, keeps the engine busy and is left alone."""
+"""Queue length that is ignored, as a share of the window, at least 1: a short queue keeps the engine busy."""
 
 QUEUE_CUT = 0.5
-"""A standing queue takes at most this share off a window."""
+"""Upper bound of a cut for a standing queue, as a share of the window."""
 
 PREEMPTION_CUTS = 0.1, 0.4
-"""Least and most that preemptions take off a window: work was thrown away. Between them, the share of what ran that was
-preempted."""
+"""Lower and upper bound of a cut for preemptions, as shares of the window. Between them the cut is the share of running
+requests that were preempted, because their work was thrown away."""
 
-KV_SLOW = 0.5
-"""Share of the KV cache in use from which on slow start ends: what runs still grows."""
+KV_SLOW_START_END = 0.5
+"""Share of the KV cache in use that ends slow start: running requests still grow."""
 
 KV_FULL = 0.9
-"""Share of the KV cache in use from which on nothing grows."""
+"""Share of the KV cache in use that stops all growth."""
 
-BLIND_POLLS = 4
-"""Readings of nothing while tokens come that together count as one of no queue, if the one before them was of none."""
+ZERO_READINGS = 4
+"""Number of consecutive readings of zero, while tokens are generated, that count as one reading without a queue. They
+do not if the reading before them had a queue."""
 
-AFTER_PAUSE_POLLS = 3
-"""Polls after a pause from which nothing is concluded: what gathered meanwhile is worked off."""
+POLLS_IGNORED_AFTER_PAUSE = 3
+"""Number of polls that are ignored after a pause, while the server works off the requests that gathered in it."""
 
-RETURN_SHARE = 0.75
-"""Of its last window: how far the slow start of a server goes that comes back."""
+RETURN_THRESHOLD_SHARE = 0.75
+"""Limit of the slow start of a returning server, as a share of its last window."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One reading of a server's metrics, all its engines together. ``running``, ``waiting``: requests.
-    ``kv_cache_used``: share, 0 to 1, of the fullest engine. Counters since its start: ``completed`` requests,
-    ``preemptions``, ``tokens`` generated. ``max_adapters`` that run at a time; 0 where it does not say."""
+    """One reading of a server's metrics, summed over its engines. ``running``, ``waiting``: numbers of requests.
+    ``kv_cache_used``: share, 0 to 1, of the fullest engine. Counters since the server's start: ``completed`` requests,
+    ``preemptions``, ``tokens`` generated. ``max_adapters``: number of adapters that run at a time; 0 if unknown."""
 
     running: float = 0.0
     waiting: float = 0.0
@@ -87,7 +89,7 @@ Reading = Load | Literal["none", "no answer"]
 class ServerPoll:
     """The result of one poll of a server."""
 
-    state: Literal["serving", "paused", "away"]
+    state: Literal["serving", "paused", "absent"]
     reading: Reading = "no answer"
 
 
@@ -97,30 +99,30 @@ class Window:
 
     size: float
     threshold: float = math.inf
-    #: The last reading; None where counters begin anew.
+    #: The last reading; None before the first one, and after the server was absent.
     load: Load | None = None
     unmetered: bool = False
-    away: bool = False
-    #: Requests completed since it could last have grown.
+    absent: bool = False
+    #: Requests completed since the last poll that could make it grow.
     completed: float = 0.0
-    #: Polls in a row that found a queue, and those that found nothing while tokens came.
-    queued: int = 0
-    blind: int = 0
-    #: Whether a cut has not taken effect yet.
-    cut: bool = False
-    #: Polls to come from which nothing is concluded.
-    ignoring: int = 0
+    #: Consecutive polls with a queue, and consecutive readings of zero while tokens are generated.
+    queued_polls: int = 0
+    zero_readings: int = 0
+    #: True until the last cut has taken effect.
+    cut_pending: bool = False
+    #: Number of the next polls that are ignored.
+    ignored_polls: int = 0
 
     @property
-    def step(self) -> float:
-        """The growth for each of its episodes' worth of requests, after slow start."""
+    def additive_step(self) -> float:
+        """Growth after slow start, for each window's worth of completed requests."""
         return max(1.0, ADDITIVE_SHARE * min(self.size, self.threshold))
 
 
 @dataclass(frozen=True)
 class Admission:
-    """State of the controller of one run: the windows of its servers by address. In episodes: ``start``, what a server
-    gets before anything is known of it; ``floor`` and ``ceiling`` of the run."""
+    """The windows of one run's servers, by address. In episodes: ``start``, the window of a server that is not known
+    yet; ``floor`` and ``ceiling`` of the run."""
 
     start: float = 32.0
     floor: int = 1
@@ -129,47 +131,47 @@ class Admission:
 
     @property
     def attainable(self) -> int | None:
-        """Training episodes that the run may have at workers; None for no cap."""
-        there = [window for window in self.windows.values() if not window.away]
-        if not self.windows or any(window.unmetered for window in there):
+        """Number of training episodes that the run may have at workers; None for no cap."""
+        present = [window for window in self.windows.values() if not window.absent]
+        if not self.windows or any(window.unmetered for window in present):
             return None
-        total = min(sum(window.size for window in there), self.ceiling)
+        total = min(sum(window.size for window in present), self.ceiling)
         return max(self.floor, int(total))
 
-    def only(self, servers: Container[str]) -> Admission:
+    def keep_only(self, servers: Container[str]) -> Admission:
         """Remove the windows of other servers."""
         return replace(self, windows={name: window for name, window in self.windows.items() if name in servers})
 
 
-def poll(admission: Admission, seen: Mapping[str, ServerPoll], leased: int) -> Admission:
-    """Take one poll of some of the run's servers. ``leased``: its training episodes at workers."""
+def poll(admission: Admission, polls: Mapping[str, ServerPoll], leased: int) -> Admission:
+    """Update the windows with one poll of some of the run's servers. ``leased``: its training episodes at workers."""
     attainable = admission.attainable
     filled = attainable is None or leased >= FILLED_SHARE * attainable
     over = attainable is not None and leased > attainable
     windows = dict(admission.windows)
-    for name, one in seen.items():
+    for name, server_poll in polls.items():
         window = windows.get(name) or Window(admission.start)
-        windows[name] = _window(window, one, admission, filled=filled, over=over)
+        windows[name] = _updated(window, server_poll, admission, filled=filled, over=over)
     return replace(admission, windows=windows)
 
 
-def _window(window: Window, seen: ServerPoll, admission: Admission, *, filled: bool, over: bool) -> Window:
-    if seen.state == "away":
-        return replace(window, away=True)
-    if window.away:
-        window = _returned(window, admission.start)
-    if not isinstance(seen.reading, Load):
-        return replace(window, unmetered=seen.reading == "none" or window.unmetered, queued=0)
-    before, now = window.load, seen.reading
+def _updated(window: Window, server_poll: ServerPoll, admission: Admission, *, filled: bool, over: bool) -> Window:
+    if server_poll.state == "absent":
+        return replace(window, absent=True)
+    if window.absent:
+        window = _returning(window, admission.start)
+    if not isinstance(server_poll.reading, Load):
+        return replace(window, unmetered=server_poll.reading == "none" or window.unmetered, queued_polls=0)
+    before, now = window.load, server_poll.reading
     window = replace(window, load=now, unmetered=False)
-    if seen.state == "paused":
-        return replace(window, queued=0, ignoring=AFTER_PAUSE_POLLS)
-    if window.ignoring:
-        return replace(window, queued=0, ignoring=window.ignoring - 1)
+    if server_poll.state == "paused":
+        return replace(window, queued_polls=0, ignored_polls=POLLS_IGNORED_AFTER_PAUSE)
+    if window.ignored_polls:
+        return replace(window, queued_polls=0, ignored_polls=window.ignored_polls - 1)
     if before is None or now.preemptions < before.preemptions or now.tokens < before.tokens:
-        return window  # the first reading, or the first of another process: counters begin anew
-    if window.cut:
-        return replace(window, cut=over, queued=0)
+        return window  # the first reading of this process: its counters start at 0
+    if window.cut_pending:
+        return replace(window, cut_pending=over, queued_polls=0)
     if preempted := now.preemptions - before.preemptions:
         least, most = PREEMPTION_CUTS
         return _cut(window, max(least, min(most, preempted / (now.running or window.size))))
@@ -177,32 +179,32 @@ def _window(window: Window, seen: ServerPoll, admission: Admission, *, filled: b
 
 
 def _by_queue(window: Window, before: Load, now: Load, filled: bool, ceiling: float) -> Window:
-    """Cut by a queue that stands; grow where there is none."""
+    """Cut the window for a standing queue, and let it grow without a queue."""
     completed = window.completed + now.completed - before.completed
-    blind = now.running + now.waiting == 0 and now.tokens > before.tokens
-    if blind:
-        if window.queued or window.blind + 1 < BLIND_POLLS:
-            return replace(window, blind=window.blind + 1, completed=completed)
+    reads_zero = now.running + now.waiting == 0 and now.tokens > before.tokens
+    if reads_zero:
+        if window.queued_polls or window.zero_readings + 1 < ZERO_READINGS:
+            return replace(window, zero_readings=window.zero_readings + 1, completed=completed)
     elif now.waiting > max(1.0, QUEUE_SHARE * window.size):
-        queued = window.queued + 1
-        if queued < QUEUE_POLLS:
-            return replace(window, queued=queued, blind=0)
+        queued_polls = window.queued_polls + 1
+        if queued_polls < QUEUE_POLLS:
+            return replace(window, queued_polls=queued_polls, zero_readings=0)
         return _cut(window, min(QUEUE_CUT, now.waiting / (now.running + now.waiting)))
-    window = replace(window, queued=0, blind=0, completed=0.0)
+    window = replace(window, queued_polls=0, zero_readings=0, completed=0.0)
     if not filled or now.waiting > 1 or now.kv_cache_used >= KV_FULL:
         return window
-    if window.size < window.threshold and now.kv_cache_used < KV_SLOW and not blind:
-        more = min(SLOW_START_SHARE * completed, SLOW_START_MOST * window.size, window.threshold - window.size)
+    if window.size < window.threshold and now.kv_cache_used < KV_SLOW_START_END and not reads_zero:
+        growth = min(SLOW_START_SHARE * completed, SLOW_START_MAX_GROWTH * window.size, window.threshold - window.size)
     else:
-        more = window.step * min(1.0, completed / window.size)
-    return replace(window, size=min(window.size + more, ceiling))
+        growth = window.additive_step * min(1.0, completed / window.size)
+    return replace(window, size=min(window.size + growth, ceiling))
 
 
 def _cut(window: Window, share: float) -> Window:
     size = max(1.0, window.size * (1 - share))
-    return replace(window, size=size, threshold=size, queued=0, blind=0, cut=True)
+    return replace(window, size=size, threshold=size, queued_polls=0, zero_readings=0, cut_pending=True)
 
 
-def _returned(window: Window, start: float) -> Window:
-    """A server that was away: another process, most likely, of the same capacity."""
-    return Window(size=min(start, window.size), threshold=max(start, RETURN_SHARE * window.size))
+def _returning(window: Window, start: float) -> Window:
+    """The first window of a server that was absent: most likely a new process with the same capacity."""
+    return Window(size=min(start, window.size), threshold=max(start, RETURN_THRESHOLD_SHARE * window.size))

@@ -1,9 +1,10 @@
 """HTTP calls to policy servers, which carry out the controller's decisions.
 
-* No call raises because of a server: the problem is its result.
-* Before weights change, the server's weight name says that a load has begun, so that it is known after a crash.
-* A load succeeds only if every process of the engine confirms it; only then the version gets its name.
-* A refused load changes nothing, including the name. A server is loaded only while it is paused.
+* A call returns a server's problem as its result, and never raises because of a server.
+* Before weights change, the server's weight name says that a load has begun, so that this is known after a crash.
+* A load succeeds only if every process of the engine confirms it; only then does the server get the version's name.
+* A refused load changes nothing, not even the name.
+* A server is loaded only while it is paused.
 * Proxy settings of the environment are not used.
 """
 
@@ -50,28 +51,28 @@ from headrace_orchestrator.policy_servers.vllm_metrics import read_load
 _T = TypeVar("_T")
 
 PROBE_TIMEOUT_S = 5.0
-"""Deadline of a probe. An engine answers between two steps, which take long for a long prompt on a CPU."""
+"""Deadline of a probe. An engine answers between two steps, and a step takes long for a long prompt on a CPU."""
 
 ADAPTER_TIMEOUT_S = 60.0
-"""Time for a server to read an adapter from its disk."""
+"""Deadline for a server to read an adapter from its disk."""
 
-_NO_ADAPTERS = (
-    ". Does it take adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of the adapter's rank at least, "
-    "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+_NO_RUNTIME_ADAPTERS = (
+    ". Can the server load adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of at least the adapter's "
+    "rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 )
 
 CONNECTIONS = 4
-"""Connections to one server: a probe, a long call, and a call that ends one."""
+"""Connections to one server: enough for a probe, a long call, and a call that ends requests."""
 
-MAX_ANSWER_BYTES = 16 << 20
-"""Longest answer that is read; the metrics of many engines fit."""
+MAX_RESPONSE_BYTES = 16 << 20
+"""Longest response body that is read; the metrics of many engines fit."""
 
-QUOTED = 300
-"""Characters of an answer that a message quotes."""
+QUOTED_CHARACTERS = 300
+"""Number of characters of a response that a message quotes."""
 
 
 class PolicyServerCalls:
-    """The calls, over their own connections."""
+    """The calls to all policy servers, over their own connections."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -86,13 +87,13 @@ class PolicyServerCalls:
         try:
             async with timeout(PROBE_TIMEOUT_S):
                 await self._ask("GET", address, HEALTH, missing_ok=True)
-                named = await self._read(address, WEIGHT_INFO, WeightInfo)
+                info = await self._read(address, WEIGHT_INFO, WeightInfo)
                 paused = await self._read(address, IS_PAUSED, PauseInfo)
         except TimeoutError:
             return ProbeResult(f"it did not answer within {PROBE_TIMEOUT_S:g} s")
         except PolicyFailure as failure:
             return ProbeResult(failure.detail)
-        weights = "" if named is None or named.weight_version is None else str(named.weight_version)
+        weights = "" if info is None or info.weight_version is None else str(info.weight_version)
         return ProbeResult(weights=weights, paused=paused is not None and paused.is_paused)
 
     async def read_metrics(self, address: str) -> Reading:
@@ -119,30 +120,30 @@ class PolicyServerCalls:
         if call.kind == "resume":
             await self._ask("POST", call.address, RESUME)
         elif call.kind in ("pause", "end-requests"):
-            # The caches must go: what is in them was computed with the old weights.
+            # The caches hold values that were computed with the old weights.
             await self._ask("POST", call.address, f"{PAUSE}?mode={call.mode}&clear_cache=true")
         elif call.version is not None and call.weights is not None:
             if call.kind == "check":
-                return _refused(await self._rpc(call.address, CHECK, call.weights.path))
+                return _problem_in(await self._rpc(call.address, CHECK, call.weights.path))
             return await self._load(call.address, weight_version_name(call.version, call.run), call.weights.path)
         return None
 
     async def _load(self, address: str, name: str, path: str) -> CallProblem | None:
         paused = await self._read(address, IS_PAUSED, PauseInfo)
         if paused is None or not paused.is_paused:
-            return CallProblem("not-paused", "it is not paused any more: was it started again?", untouched=True)
-        named = await self._read(address, WEIGHT_INFO, WeightInfo)
-        held = "" if named is None else str(named.weight_version)
-        await self._name(address, loading_name(held, name))
+            return CallProblem("not-paused", "it is no longer paused; it was probably restarted", untouched=True)
+        info = await self._read(address, WEIGHT_INFO, WeightInfo)
+        previous_name = "" if info is None else str(info.weight_version)
+        await self._set_name(address, loading_name(previous_name, name))
         results = await self._rpc(address, LOAD, path)
-        problem = _refused(results)
+        problem = _problem_in(results)
         if problem is None:
-            await self._name(address, name)
+            await self._set_name(address, name)
         elif problem.untouched:
-            await self._name(address, held)
+            await self._set_name(address, previous_name)
         return problem
 
-    async def _name(self, address: str, name: str) -> None:
+    async def _set_name(self, address: str, name: str) -> None:
         await self._ask("POST", address, UPDATE_WEIGHT_VERSION, VersionUpdate(new_version=name))
 
     async def _rpc(self, address: str, method: str, path: str) -> list[LoadResult]:
@@ -152,14 +153,14 @@ class PolicyServerCalls:
             if failure.kind not in ("server-error", "request-refused"):
                 raise
             failure.detail += (
-                ". Does it know how to load weights of a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
+                ". Can the server load weights from a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
                 "--worker-extension-cls headrace.integrations.vllm.WorkerExtension"
             )
             raise
         return _decoded(body or b"", RPC, RpcResponse).results
 
     async def list_adapters(self, address: str) -> dict[str, str] | None:
-        """List a server's adapters: folders by name. None if it does not list them."""
+        """List a server's adapters as folders by name; None if it does not answer."""
         try:
             async with timeout(PROBE_TIMEOUT_S):
                 models = await self._read(address, MODELS, ModelList)
@@ -176,13 +177,12 @@ class PolicyServerCalls:
         except TimeoutError:
             return f"it did not answer within {ADAPTER_TIMEOUT_S:g} s"
         except PolicyFailure as failure:
-            return (
-                f"{failure.detail}{_NO_ADAPTERS if '404' in failure.detail and 'Not Found' in failure.detail else ''}"
-            )
+            no_route = "404" in failure.detail and "Not Found" in failure.detail
+            return f"{failure.detail}{_NO_RUNTIME_ADAPTERS}" if no_route else failure.detail
         return ""
 
     async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
-        """Read an answer; None if the server has no such route."""
+        """Send a GET request and decode its response; None if the server does not have the route."""
         body = await self._ask("GET", address, path, missing_ok=True)
         return None if body is None else _decoded(body, path, kind)
 
@@ -193,12 +193,14 @@ class PolicyServerCalls:
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
-            async with self._open().request(method, f"{address}{path}", data=data, headers=headers) as answer:
-                found, status = await _whole(answer), answer.status
+            async with self._open().request(method, f"{address}{path}", data=data, headers=headers) as response:
+                content, status = await _read_body(response), response.status
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError)
             raise PolicyFailure(
-                "nobody listens there" if refused else f"the connection broke ({error or type(error).__name__})",
+                "nothing listens at this address"
+                if refused
+                else f"the connection broke ({error or type(error).__name__})",
                 kind="connection-refused" if refused else "connection-lost",
                 retryable=True,
             ) from error
@@ -206,11 +208,11 @@ class PolicyServerCalls:
             return None
         if status >= 300:
             raise PolicyFailure(
-                f"{path} answers {status}: {_quote(found)}",
+                f"{path} answered {status}: {_quote(content)}",
                 kind="server-error" if status >= 500 else "request-refused",
                 retryable=status >= 500,
             )
-        return found
+        return content
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -223,28 +225,28 @@ class PolicyServerCalls:
         return self._session
 
 
-async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """Read the body of an answer. Raises ClientPayloadError if it is too long."""
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read the body of a response. Raises ClientPayloadError if it is too long."""
     parts, size = [], 0
-    async for part in answer.content.iter_any():
+    async for part in response.content.iter_any():
         size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        if size > MAX_RESPONSE_BYTES:
+            raise aiohttp.ClientPayloadError(f"the response is longer than {MAX_RESPONSE_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
 
 
-def _refused(results: list[LoadResult]) -> CallProblem | None:
-    """The problem in the results of a check or a load."""
+def _problem_in(results: list[LoadResult]) -> CallProblem | None:
+    """The problem in the results of a check or a load; None if all succeeded."""
     refused = [result.refused for result in results if result.refused]
     mixed = [result.mixed for result in results if result.mixed]
     if mixed or (refused and len(refused) < len(results)):
         return CallProblem(
-            "weights-mixed", f"its weights are neither the old nor the new ones: {(mixed or refused)[0]}"
+            "weights-mixed", f"its weights are a mixture of the old and the new ones: {(mixed or refused)[0]}"
         )
     if refused:
         return CallProblem("weights-refused", refused[0], untouched=True)
-    return None if results else CallProblem("unreadable-response", f"{RPC} answers no result")
+    return None if results else CallProblem("unreadable-response", f"{RPC} returned no result")
 
 
 def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
@@ -252,7 +254,7 @@ def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PolicyFailure(
-            f"{path} answers what cannot be read ({error}): {_quote(body)}",
+            f"the response of {path} cannot be read ({error}): {_quote(body)}",
             kind="unreadable-response",
             retryable=True,
         ) from error
@@ -260,4 +262,4 @@ def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
 
 def _quote(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
-    return text if len(text) <= QUOTED else text[:QUOTED] + "…"
+    return text if len(text) <= QUOTED_CHARACTERS else text[:QUOTED_CHARACTERS] + "…"

@@ -1,18 +1,18 @@
 """The controller of a run's policy servers. Pure: observations in, calls out.
 
-* Each server is probed periodically; at most one call at a time is out at a server.
+* Each server is probed periodically, and has at most one pending call.
 * A server that answers takes requests; one that does not is ejected with the reason, and returns when it answers.
-* A draining server takes no new requests, whatever it answers, and gets no new weights.
-* A server checks new weights before it is paused: refused weights cause no pause.
+* A draining server takes no new requests, even if it answers, and gets no new weights.
+* A server checks new weights before it is paused, so refused weights cause no pause.
 * A server takes requests again only after it has confirmed its version.
-* A server that certainly kept its old weights continues with them; if others serve a newer version it is ejected until
-  it has caught up.
+* A server that certainly kept its old weights continues with them; once others serve a newer version it is ejected
+  until it has caught up.
 * A server with unknown weights is ejected and stays paused; its requests are ended, and continue elsewhere.
-* No request waits in a paused server for longer than the pause lease, whoever paused it.
-* Only the newest version is tried; a failed one is retried, and a new one is tried at once.
-* Nothing is paused while an evaluation holds the version that is served.
-* Rolling: one server after the other, while the others serve.
-* A server that another run loads its weights into is left alone, and takes no requests of this run.
+* No request waits in a paused server for longer than the pause lease, whoever paused the server.
+* Only the newest version is loaded; a failed load is retried, and a new version is loaded at once.
+* No server is paused while an evaluation holds the served version.
+* A rolling sync pauses one server at a time, while the others serve.
+* A server into which another run loads its weights is left alone, and takes no requests of this run.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from headrace_orchestrator.policy_servers.admission import Load, Reading
 from headrace_orchestrator.policy_servers.server_state import CallProblem, ProbeResult, WatchedServer
 
 PROBE_EVERY_S = 1.0
-"""Interval of probes: a learner waits at most this long for a server that has returned."""
+"""Interval of probes: a server that has returned is noticed after at most this time."""
 
 CHECK_TIMEOUT_S = 60.0
-"""Time for a server to check the files of new weights. It serves meanwhile."""
+"""Deadline for a server to check the files of new weights. It serves requests meanwhile."""
 
-RESUME_TIMEOUT_S = 10.0
-"""Time for a server to answer a call that needs no work."""
+QUICK_CALL_TIMEOUT_S = 10.0
+"""Deadline for a call that needs no work at the server."""
 
-LET_GO_TIMEOUT_S = 2.0
-"""The same while this process shuts down."""
+SHUTDOWN_TIMEOUT_S = 2.0
+"""Deadline for a call at the shutdown of this process."""
 
-UNASKED = "?"
-"""Assumed state of a server after a failed load, until it is asked."""
+UNKNOWN_WEIGHTS = "?"
+"""Assumed name of a server's weights after a failed load, until the next probe."""
 
-IN_SYNC = ("pause", "load", "confirm", "resume")
-"""Stages in which a server takes no requests."""
+SYNC_STAGES = ("pause", "load", "confirm", "resume")
+"""Stages of a weight sync in which a server takes no requests."""
 
 CallKind = Literal["probe", "check", "pause", "load", "resume", "end-requests"]
 
 
 class PolicyServerCall(NamedTuple):
-    """A call to make. ``check`` and ``load`` are about ``weights``, which are ``version`` of ``run``; ``end-requests``
-    pauses too, and ends what is in the server."""
+    """A call to a server. ``check`` and ``load`` concern ``weights``, which are ``version`` of ``run``.
+    ``end-requests`` pauses the server and ends its requests."""
 
     kind: CallKind
     address: str
@@ -63,8 +63,8 @@ class PolicyServerCall(NamedTuple):
 
 
 class WeightTarget(NamedTuple):
-    """What the servers of a run are to hold. ``version``: None where the learner loads. ``held``: the newest that is
-    served. ``hold``: which evaluation the servers must not be paused for, and for how many seconds more."""
+    """The weights that a run's servers should hold. ``version``: None if the learner loads them itself. ``held``: the
+    newest served version. ``hold``: an evaluation during which no server may be paused, and its remaining seconds."""
 
     version: Version | None = None
     weights: Weights | None = None
@@ -73,7 +73,7 @@ class WeightTarget(NamedTuple):
 
 
 class ServerResumed(NamedTuple):
-    """An event: a server resumed with ``version`` after a pause."""
+    """A server resumed with ``version`` after a pause."""
 
     address: str
     version: Version
@@ -81,7 +81,7 @@ class ServerResumed(NamedTuple):
 
 
 class SyncFailed(NamedTuple):
-    """An event: a server could not be brought to a version."""
+    """A server could not load a version."""
 
     address: str
     version: Version
@@ -89,8 +89,8 @@ class SyncFailed(NamedTuple):
 
 
 class Controller:
-    """All policy servers of one run. ``revision`` grows whenever what is told of them changes. ``run``: whose weights
-    they are to hold."""
+    """The controller of all policy servers of one run. ``revision`` grows whenever a status changes. ``run``: the run
+    whose weights the servers should hold."""
 
     def __init__(self, sync: SyncSpec, revision: int = 0, run: str = "") -> None:
         self._run = run
@@ -98,19 +98,19 @@ class Controller:
         self.target = WeightTarget()
         self.revision = revision
         self._sync = sync
-        #: Servers that were taken away while they were paused.
-        self._left_paused: list[str] = []
+        #: Addresses of servers that were removed from the run while they were paused.
+        self._removed_while_paused: list[str] = []
         self._events: list[ServerResumed | SyncFailed] = []
 
-    # What happened --------------------------------------------------------------------------------------------
+    # Input ---------------------------------------------------------------------------------------------------
 
     def take_servers(self, servers: Mapping[str, bool], others: Mapping[str, str] | None = None) -> None:
-        """The servers that the run has now: addresses, and whether each drains. ``others``: those of them that another
-        run loads its weights into, and which run that is."""
+        """Take the addresses of the run's current servers, each with True if it is draining. ``others``: the other run
+        that loads its weights into a server, by address."""
         for address in [known for known in self.servers if known not in servers]:
             server = self.servers.pop(address)
-            if server.paused_at is not None and not server.busy and server.is_whole:
-                self._left_paused.append(address)
+            if server.paused_at is not None and not server.pending_call and server.weights_known:
+                self._removed_while_paused.append(address)
             self.revision += 1
         for address, drains in servers.items():
             if address not in self.servers:
@@ -120,55 +120,57 @@ class Controller:
             other_run = (others or {}).get(address, "")
             if (server.drains, server.other_run) != (drains, other_run):
                 server.drains, server.other_run = drains, other_run
-                server.strange = server.strange or bool(other_run)
-                self._judge(server)
+                server.maybe_foreign = server.maybe_foreign or bool(other_run)
+                self._update_state(server)
 
     def take_target(self, target: WeightTarget) -> None:
-        """Set the weights that the servers should hold."""
+        """Take the weights that the servers should hold."""
         before, self.target = self.target, target
         if (before.version, before.weights) != (target.version, target.weights):
             for server in self.servers.values():
-                server.begin_anew()
-                server.may_keep = server.version if server.state == "serving" else None
+                server.reset_failures()
+                server.interim_version = server.version if server.state == "serving" else None
                 if server.stage == "ready":
                     server.stage = ""
         if before[:3] != target[:3]:
             for server in self.servers.values():
-                self._judge(server)
+                self._update_state(server)
 
-    def probed(self, address: str, seen: ProbeResult, now: float) -> None:
+    def take_probe(self, address: str, probe: ProbeResult, now: float) -> None:
         """Take the result of a probe."""
         server = self.servers.get(address)
         if server is None:
             return
-        server.busy = ""
+        server.pending_call = ""
         server.probe_at = now + PROBE_EVERY_S
-        news = server.seen is None or seen != server.seen
-        server.seen = seen
-        server.pause(seen.paused, now)  # one that is down is not paused
+        changed = probe != server.last_probe
+        server.last_probe = probe
+        server.set_paused(probe.paused, now)  # a server that is down is not paused
         if server.stage == "confirm":
-            if server.wanted is not None and server.version == server.wanted[0]:
+            if server.sync_target is not None and server.version == server.sync_target[0]:
                 server.stage = "resume"
-                server.loaded, server.strange = server.version, False
+                server.loaded_version, server.maybe_foreign = server.version, False
             else:
-                said = seen.problem or f"it says that it holds {seen.weights!r}"
-                self._fail(server, CallProblem("not-confirmed", f"it does not confirm the version: {said}"), now)
-        self._judge(server, news)
+                details = probe.problem or f"it reports weights {probe.weights!r}"
+                self._fail(server, CallProblem("not-confirmed", f"it does not confirm the version: {details}"), now)
+        self._update_state(server, changed)
 
-    def answered(self, call: PolicyServerCall, problem: CallProblem | None, now: float) -> None:
+    def take_result(self, call: PolicyServerCall, problem: CallProblem | None, now: float) -> None:
         """Take the result of a call."""
         server = self.servers.get(call.address)
         if server is None:
             if call.kind in ("pause", "load") and (problem is None or problem.untouched):
-                self._left_paused.append(call.address)
+                self._removed_while_paused.append(call.address)
             return
-        server.busy = ""
+        server.pending_call = ""
         if call.kind == "resume":
-            self._resumed(server, problem, now)
+            self._take_resume(server, problem, now)
         elif call.kind == "end-requests":
-            server.ended_requests = problem is None
+            server.requests_ended = problem is None
         elif problem is not None:
-            self._broke(server, call, problem, now)
+            if call.kind == "load" and not problem.untouched and server.last_probe is not None:
+                server.last_probe = server.last_probe._replace(weights=UNKNOWN_WEIGHTS)
+            self._fail(server, problem, now)
         elif call.kind == "check":
             newest = (call.version, call.weights) == (self.target.version, self.target.weights)
             server.stage = "ready" if newest else ""
@@ -176,49 +178,44 @@ class Controller:
             server.stage = "load"
         elif call.kind == "load":
             server.stage = "confirm"
-        self._judge(server)
+        self._update_state(server)
 
-    def measured(self, address: str, reading: Reading) -> None:
-        """Take a server's load; it does not count as a change."""
+    def take_reading(self, address: str, reading: Reading) -> None:
+        """Take a server's load, which does not count as a change of its status."""
         if address in self.servers and isinstance(reading, Load):
             self.servers[address].load = reading
 
-    def _broke(self, server: WatchedServer, call: PolicyServerCall, problem: CallProblem, now: float) -> None:
-        if call.kind == "load" and not problem.untouched and server.seen is not None:
-            server.seen = server.seen._replace(weights=UNASKED)
-        self._fail(server, problem, now)
-
-    def _resumed(self, server: WatchedServer, problem: CallProblem | None, now: float) -> None:
+    def _take_resume(self, server: WatchedServer, problem: CallProblem | None, now: float) -> None:
         loaded, server.stage = server.stage == "resume", ""
         if problem is not None:
-            return  # told again while it is seen to be paused
+            return  # repeated as long as probes find it paused
         if loaded:
-            server.begin_anew()
-            server.may_keep = None
+            server.reset_failures()
+            server.interim_version = None
         if server.version is not None and server.paused_at is not None:
             self._events.append(ServerResumed(server.address, server.version, now - server.paused_at))
-        server.pause(False, now)
-        if server.seen is not None:
-            server.seen = server.seen._replace(paused=False)
+        server.set_paused(False, now)
+        if server.last_probe is not None:
+            server.last_probe = server.last_probe._replace(paused=False)
 
     def _fail(self, server: WatchedServer, problem: CallProblem, now: float) -> None:
-        server.fail(problem, now)
-        if server.wanted is not None:
-            self._events.append(SyncFailed(server.address, server.wanted[0], problem))
+        server.record_failure(problem, now)
+        if server.sync_target is not None:
+            self._events.append(SyncFailed(server.address, server.sync_target[0], problem))
 
-    # What to do -----------------------------------------------------------------------------------------------
+    # Calls ----------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[PolicyServerCall]:
-        """The calls to make now; each is out until its result is taken."""
-        calls = [PolicyServerCall("resume", address, RESUME_TIMEOUT_S) for address in self._left_paused]
-        self._left_paused.clear()
+        """The calls to make now. A server gets no other call until the result of its call is taken."""
+        calls = [PolicyServerCall("resume", address, QUICK_CALL_TIMEOUT_S) for address in self._removed_while_paused]
+        self._removed_while_paused.clear()
         for server in self.servers.values():
-            if not server.busy:
+            if not server.pending_call:
                 call = self._next(server, now)
                 if call is not None:
-                    server.busy = call.kind
+                    server.pending_call = call.kind
                     calls.append(call)
-                    self._judge(server)
+                    self._update_state(server)
         return calls
 
     @property
@@ -229,120 +226,120 @@ class Controller:
             server.state == "serving" and server.version == target for server in self.servers.values()
         )
 
-    def let_go(self) -> list[PolicyServerCall]:
-        """The calls at shutdown, which resume every paused server whose weights are certain."""
+    def shutdown_calls(self) -> list[PolicyServerCall]:
+        """The calls that resume every paused server with known weights at shutdown."""
         paused = [server for server in self.servers.values() if server.paused_at is not None]
         return [
-            PolicyServerCall("resume", server.address, LET_GO_TIMEOUT_S)
+            PolicyServerCall("resume", server.address, SHUTDOWN_TIMEOUT_S)
             for server in paused
-            if server.is_whole and server.busy != "load"
+            if server.weights_known and server.pending_call != "load"
         ]
 
-    def events(self) -> list[ServerResumed | SyncFailed]:
-        """The events about new weights since the last call."""
+    def take_events(self) -> list[ServerResumed | SyncFailed]:
+        """Return the events of weight syncs since the last call, and clear them."""
         events, self._events = self._events, []
         return events
 
     def due(self, now: float) -> float | None:
-        """When to look again, if nothing happens before."""
+        """The time of the next step if nothing happens before it."""
         return min((at for server in self.servers.values() for at in self._dues(server, now)), default=None)
 
     def _dues(self, server: WatchedServer, now: float) -> Iterator[float]:
-        if not server.busy:
+        if not server.pending_call:
             yield server.probe_at
             if server.retry_at > now:
                 yield server.retry_at
             if server.paused_at is not None:
-                at = max(server.told_at, server.paused_at + self._sync.pause_lease_s)
-                if at > now:  # before that it was looked at
+                at = max(server.next_instruction_at, server.paused_at + self._sync.pause_lease_s)
+                if at > now:  # an earlier time was handled by the last step
                     yield at
 
     def _next(self, server: WatchedServer, now: float) -> PolicyServerCall | None:
         """The next call to a server, if any."""
-        if server.stage in IN_SYNC:
-            return self._go_on(server, now)
-        if server.seen is not None and server.seen.weights == UNASKED:
+        if server.stage in SYNC_STAGES:
+            return self._continue_sync(server, now)
+        if server.last_probe is not None and server.last_probe.weights == UNKNOWN_WEIGHTS:
             return PolicyServerCall("probe", server.address)
         if server.other_run:
             return PolicyServerCall("probe", server.address) if server.probe_at <= now else None
-        if server.paused_at is not None and server.told_at <= now:
-            stray = self._stray(server, server.paused_at, now)
-            if stray is not None:
-                server.told_at = now + PROBE_EVERY_S
-                return stray
-        if self._may_begin(server, now):
-            return self._begin(server, now)
+        if server.paused_at is not None and server.next_instruction_at <= now:
+            call = self._call_for_paused(server, server.paused_at, now)
+            if call is not None:
+                server.next_instruction_at = now + PROBE_EVERY_S
+                return call
+        if self._may_begin_sync(server, now):
+            return self._begin_sync(server, now)
         return PolicyServerCall("probe", server.address) if server.probe_at <= now else None
 
-    def _stray(self, server: WatchedServer, paused_at: float, now: float) -> PolicyServerCall | None:
-        """What a paused server needs that gets no new weights at the moment: nobody else is to pause a server that we
-        drive."""
-        driven = self.target.version is not None
-        over = now >= paused_at + self._sync.pause_lease_s
-        if server.is_whole:
-            return PolicyServerCall("resume", server.address, RESUME_TIMEOUT_S) if driven or over else None
-        if (over or server.problem is not None) and not server.ended_requests:
-            return PolicyServerCall("end-requests", server.address, RESUME_TIMEOUT_S, mode="abort")
+    def _call_for_paused(self, server: WatchedServer, paused_at: float, now: float) -> PolicyServerCall | None:
+        """The call for a paused server without a sync in progress, if any. If the orchestrator loads the run's weights,
+        nobody else may pause its servers."""
+        loads = self.target.version is not None
+        lease_over = now >= paused_at + self._sync.pause_lease_s
+        if server.weights_known:
+            return PolicyServerCall("resume", server.address, QUICK_CALL_TIMEOUT_S) if loads or lease_over else None
+        if (lease_over or server.sync_problem is not None) and not server.requests_ended:
+            return PolicyServerCall("end-requests", server.address, QUICK_CALL_TIMEOUT_S, mode="abort")
         return None
 
-    def _may_begin(self, server: WatchedServer, now: float) -> bool:
+    def _may_begin_sync(self, server: WatchedServer, now: float) -> bool:
         target = self.target
         if target.version is None or not server.up or server.drains or server.retry_at > now:
             return False
-        if any(other.seen is None for other in self.servers.values()):
-            return False  # all that are well are to go together
-        if self._current(server):
+        if any(other.last_probe is None for other in self.servers.values()):
+            return False  # wait for the first probe of each, so that all that answer sync together
+        if self._holds_target(server):
             return False
         if server.stage == "":
             return True
-        others = any(other.stage in IN_SYNC for other in self.servers.values())
+        others = any(other.stage in SYNC_STAGES for other in self.servers.values())
         return target.hold[1] <= 0 and not (others and self._sync.order == "rolling")
 
-    def _begin(self, server: WatchedServer, now: float) -> PolicyServerCall:
+    def _begin_sync(self, server: WatchedServer, now: float) -> PolicyServerCall:
         target = self.target
         if server.stage == "":
             assert target.version is not None
             assert target.weights is not None
             server.stage = "check"
-            server.wanted = target.version, target.weights
+            server.sync_target = target.version, target.weights
             return PolicyServerCall("check", server.address, CHECK_TIMEOUT_S, target.version, target.weights)
         server.stage = "pause"
-        server.began_at = now
-        server.pause(True, now)
+        server.pause_requested_at = now
+        server.set_paused(True, now)
         return PolicyServerCall("pause", server.address, self._sync.pause_lease_s, mode=self._sync.pause)
 
-    def _go_on(self, server: WatchedServer, now: float) -> PolicyServerCall | None:
-        left_s = server.began_at + self._sync.pause_lease_s - now
+    def _continue_sync(self, server: WatchedServer, now: float) -> PolicyServerCall | None:
+        remaining_s = server.pause_requested_at + self._sync.pause_lease_s - now
         if server.stage == "load":
-            if self.target.version is None or server.wanted is None or left_s <= 0:
-                why = "the pause lease ran out" if left_s <= 0 else "the learner loads now"
-                self._fail(server, CallProblem("pause-lease-over", why, untouched=True), now)
+            if self.target.version is None or server.sync_target is None or remaining_s <= 0:
+                reason = "the pause lease ran out" if remaining_s <= 0 else "the learner now loads weights itself"
+                self._fail(server, CallProblem("pause-lease-over", reason, untouched=True), now)
                 return None
-            return PolicyServerCall("load", server.address, left_s, *server.wanted, run=self._run)
+            return PolicyServerCall("load", server.address, remaining_s, *server.sync_target, run=self._run)
         if server.stage == "confirm":
             return PolicyServerCall("probe", server.address)
-        return PolicyServerCall("resume", server.address, RESUME_TIMEOUT_S)
+        return PolicyServerCall("resume", server.address, QUICK_CALL_TIMEOUT_S)
 
-    # What to tell ---------------------------------------------------------------------------------------------
+    # Status ---------------------------------------------------------------------------------------------------
 
-    def shown(self, now: float) -> list[PolicyServerStatus]:
-        """The states of all servers, for workers and listings."""
-        return [server.shown(now) for server in self.servers.values()]
+    def statuses(self, now: float) -> list[PolicyServerStatus]:
+        """The statuses of all servers, for workers and listings."""
+        return [server.status(now) for server in self.servers.values()]
 
     def reasons(self) -> list[Reason]:
-        """The reasons that servers keep a learner waiting: failed, waiting or loading weights, or no server."""
+        """The reasons for which servers keep a learner waiting: a failed, waiting or unfinished sync, or no server."""
         reasons = []
         target = self.target
         if target.version is not None:
             reasons = self._sync_reasons(target.version)
-        out = [server for server in self.servers.values() if server.state == "ejected"]
-        if out and len(out) == len(self.servers):
-            told = "; ".join(f"{server.address}: {server.reason}" for server in out)
+        ejected = [server for server in self.servers.values() if server.state == "ejected"]
+        if ejected and len(ejected) == len(self.servers):
+            details = "; ".join(f"{server.address}: {server.reason}" for server in ejected)
             reasons.append(
                 Reason(
                     code="no-policy-servers",
-                    message=f"No policy server takes requests. {told}.",
-                    facts={"servers": len(out)},
+                    message=f"No policy server takes requests. {details}.",
+                    facts={"servers": len(ejected)},
                 )
             )
         return reasons
@@ -350,78 +347,77 @@ class Controller:
     def _sync_reasons(self, version: Version) -> list[Reason]:
         if not self.servers:
             text = (
-                f"Version {version} came with weights, and the run has no policy servers to load them into: "
-                "name them in policy.endpoints, or with `headrace servers`"
+                f"Version {version} was announced with weights, but the run has no policy servers to load them: "
+                "list some in policy.endpoints, or add them with `headrace servers`"
             )
             return [_reason(version, f"{text}.", kind="no-servers")]
         behind = [server for server in self.servers.values() if not server.drains and server.version != version]
-        failed = [server for server in behind if server.problem is not None]
-        if failed:
-            told = "; ".join(f"{server.address}: {server.problem.message}" for server in failed if server.problem)
-            kinds = sorted({server.problem.kind for server in failed if server.problem})
-            return [_reason(version, f"weight sync of version {version} failed: {told}.", kind=kinds[0])]
+        problems = [(server.address, server.sync_problem) for server in behind if server.sync_problem is not None]
+        if problems:
+            details = "; ".join(f"{address}: {problem.message}" for address, problem in problems)
+            kind = min(problem.kind for _, problem in problems)
+            return [_reason(version, f"weight sync of version {version} failed: {details}.", kind=kind)]
         if not behind:
             return []
         evaluation, hold_s = self.target.hold
         if hold_s > 0:
             text = f"weight sync of version {version} waits: evaluation {evaluation} holds version {self.target.held}"
             return [
-                _reason(
-                    version, f"{text} for {hold_s:.0f} s at the most.", evaluation=evaluation, hold_s=round(hold_s, 1)
-                )
+                _reason(version, f"{text} for up to {hold_s:.0f} s.", evaluation=evaluation, hold_s=round(hold_s, 1))
             ]
         text = f"weight sync of version {version}: {len(self.servers) - len(behind)} of {len(self.servers)} servers"
-        return [_reason(version, f"{text} hold it.")]
+        return [_reason(version, f"{text} have loaded it.")]
 
-    def _judge(self, server: WatchedServer, news: bool = False) -> None:
-        state, reason = self._judged(server)
-        if (state, reason) != (server.state, server.reason) or news:
+    def _update_state(self, server: WatchedServer, changed: bool = False) -> None:
+        state, reason = self._state_of(server)
+        if (state, reason) != (server.state, server.reason) or changed:
             server.state, server.reason = state, reason
             self.revision += 1
 
-    def _judged(self, server: WatchedServer) -> tuple[PolicyServerState, str]:
-        seen = server.seen
-        if seen is None:
+    def _state_of(self, server: WatchedServer) -> tuple[PolicyServerState, str]:
+        probe = server.last_probe
+        if probe is None:
             return "unknown", ""
-        if server.stage in IN_SYNC:
-            return "syncing", f"version {server.wanted[0] if server.wanted else None} is being loaded"
-        if seen.problem:
-            return "ejected", seen.problem
+        if server.stage in SYNC_STAGES:
+            return "syncing", f"version {server.sync_target[0] if server.sync_target else None} is being loaded"
+        if probe.problem:
+            return "ejected", probe.problem
         if server.drains:
             return "draining", ""
         if server.other_run:
             return "ejected", f"run {server.other_run} loads its weights into it"
-        problem = self._misfit(server, seen)
+        problem = self._weights_problem(server, probe)
         if problem:
             return "ejected", problem
-        return ("syncing", "it is paused") if seen.paused else ("serving", "")
+        return ("syncing", "it is paused") if probe.paused else ("serving", "")
 
-    def _current(self, server: WatchedServer) -> bool:
-        """Return True if a server holds the target. The name is not enough: other runs also count from 0.0."""
+    def _holds_target(self, server: WatchedServer) -> bool:
+        """Return True if a server holds the target. Its version is not enough: other runs also count from 0.0."""
         target = self.target
-        if server.version != target.version or server.strange:
+        if server.version != target.version or server.maybe_foreign:
             return False
-        return target.version in (target.held, server.loaded)
+        return target.version in (target.held, server.loaded_version)
 
-    def _misfit(self, server: WatchedServer, seen: ProbeResult) -> str:
-        """The reason that an answering server must not take requests."""
+    def _weights_problem(self, server: WatchedServer, probe: ProbeResult) -> str:
+        """The reason that an answering server must not take requests; empty if it may."""
         version, target = server.version, self.target
-        why = f" ({server.problem.message})" if server.problem is not None else ""
-        if seen.weights and version is None and server.is_whole:
-            return f"it holds weights of run {run_of_weight_version(seen.weights)}: {seen.weights!r}{why}"
-        if seen.weights and version is None:
-            return f"nobody knows which weights it holds: it says {seen.weights!r}{why}"
+        cause = f" ({server.sync_problem.message})" if server.sync_problem is not None else ""
+        if probe.weights and version is None and server.weights_known:
+            return f"it holds weights of run {run_of_weight_version(probe.weights)}: {probe.weights!r}{cause}"
+        if probe.weights and version is None:
+            return f"its weights are unknown: it reports {probe.weights!r}{cause}"
         if target.version is None:
             return ""
-        if version is not None and (server.strange or (version == target.version and not self._current(server))):
-            return f"another run named its weights {version}, and it is to hold this run's {target.version}{why}"
+        foreign = server.maybe_foreign or (version == target.version and not self._holds_target(server))
+        if version is not None and foreign:
+            return f"its weights {version} may be another run's; it should hold this run's {target.version}{cause}"
         if version in (target.version, target.held):
             return ""
         if version is None:
-            return f"it does not say which weights it holds, and is to hold {target.version}"
-        if version == server.may_keep and server.problem is None:
+            return f"it does not report the version of its weights; it should hold {target.version}"
+        if version == server.interim_version and server.sync_problem is None:
             return ""  # its turn is yet to come
-        return f"it holds {version} and is to hold {target.version}{why}"
+        return f"it holds {version} and should hold {target.version}{cause}"
 
 
 def _reason(version: Version, message: str, **facts: object) -> Reason:

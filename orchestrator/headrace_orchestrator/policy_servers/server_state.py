@@ -1,9 +1,9 @@
 """The state of one policy server of a run: its last probe, and the progress of new weights.
 
-* A server's weights are those that it confirmed last; without a confirmation they are unknown.
+* A server's version is the one that it confirmed last; without a confirmation it is unknown.
 * Weights of another run are not a version of this run, whatever their number.
-* The paused time adds up, including the current pause.
-* The delay before the next try grows with each failure in a row, up to a bound.
+* The paused time is a sum that includes the current pause.
+* The delay before the next attempt doubles with each consecutive failure, up to a bound.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from headrace.wire.policy_server import parse_weight_version
 from headrace_orchestrator.policy_servers.admission import Load
 
 RETRY_FIRST_S = 1.0
-RETRY_MOST_S = 30.0
-"""Between tries to bring a server to the version that it should hold: the first pause, doubled up to the longest."""
+RETRY_MAX_S = 30.0
+"""First and longest delay between two attempts to load weights or an adapter into a server."""
 
 Stage = Literal["", "check", "ready", "pause", "load", "confirm", "resume"]
-"""How far new weights are: not at all; the files are looked at; they are good, and it waits for its turn; it is being
-paused; they are being loaded; it is asked what it holds now; it is let go on."""
+"""Stages of a weight sync at one server: none; its files are checked; the check passed and it waits for its turn; the
+server is pausing; it loads; it confirms its version; it resumes."""
 
 
 class ProbeResult(NamedTuple):
-    """The result of a probe. ``problem``: empty if the server is well. ``weights``: their name at the server, or empty.
-    ``paused``: true if it holds requests back."""
+    """The result of a probe. ``problem``: empty if the server answers. ``weights``: the server's name for its weights,
+    or empty. ``paused``: True if it holds requests back."""
 
     problem: str = ""
     weights: str = ""
@@ -42,38 +42,38 @@ class CallProblem(NamedTuple):
 
 
 class WatchedServer:
-    """The state of one server; ``address`` names it. ``run``: whose weights count; empty for anybody's."""
+    """The state of the server at ``address``. ``run``: the run whose weights count; empty for those of any run."""
 
     def __init__(self, address: str, run: str = "") -> None:
         self._run = run
         self.address = address
         self.drains = False
-        #: The run that loads its weights into it, if that is another one.
+        #: The other run that loads its weights into this server; empty if none does.
         self.other_run = ""
-        #: Whether another run did, and what it holds may be of that one, whatever it is called.
-        self.strange = False
-        #: The version that was loaded into it last.
-        self.loaded: Version | None = None
+        #: True if its weights may be those of another run, whatever they are called.
+        self.maybe_foreign = False
+        #: The version that this controller loaded last.
+        self.loaded_version: Version | None = None
         self.state: PolicyServerState = "unknown"
         self.reason = ""
-        self.seen: ProbeResult | None = None
+        self.last_probe: ProbeResult | None = None
         self.load = Load()
-        #: The call that is out.
-        self.busy = ""
+        #: The kind of the call that has no result yet; empty without one.
+        self.pending_call = ""
         self.probe_at = 0.0
         self.stage: Stage = ""
-        #: The version that it is brought to, or was tried to be last, and where it is.
-        self.wanted: tuple[Version, Weights] | None = None
-        #: When it was asked to pause for that; the pause itself may be older.
-        self.began_at = 0.0
-        #: What it served when that version came, and may serve until its turn.
-        self.may_keep: Version | None = None
-        #: Why it could not be brought there, how often in a row, and when that is tried again.
-        self.problem: CallProblem | None = None
+        #: The version of the current or last sync, and its weights.
+        self.sync_target: tuple[Version, Weights] | None = None
+        #: The time of the request to pause for this sync; the pause itself may be older.
+        self.pause_requested_at = 0.0
+        #: The version that it served when the target changed, and may serve until its turn.
+        self.interim_version: Version | None = None
+        #: The problem of the last failed sync, and the time of the next attempt.
+        self.sync_problem: CallProblem | None = None
         self.retry_at = 0.0
-        #: When a paused server may be told the next thing, and whether its requests were ended already.
-        self.told_at = 0.0
-        self.ended_requests = False
+        #: The time from which a paused server may get another call, and whether its requests were ended.
+        self.next_instruction_at = 0.0
+        self.requests_ended = False
         self._failures = 0
         self._paused_at: float | None = None
         self._paused_before_s = 0.0
@@ -81,47 +81,48 @@ class WatchedServer:
     @property
     def up(self) -> bool:
         """Return True if the server answered the last probe."""
-        return self.seen is not None and not self.seen.problem
+        return self.last_probe is not None and not self.last_probe.problem
 
     @property
     def version(self) -> Version | None:
-        """The confirmed version; None if there is none or it belongs to another run."""
-        return parse_weight_version(self.seen.weights, self._run) if self.seen is not None and self.up else None
+        """The confirmed version; None without one, or if it belongs to another run."""
+        probe = self.last_probe
+        return parse_weight_version(probe.weights, self._run) if probe is not None and self.up else None
 
     @property
-    def is_whole(self) -> bool:
-        """Return True if it confirmed a version of any run, with which it may continue."""
-        return self.seen is not None and self.up and parse_weight_version(self.seen.weights) is not None
+    def weights_known(self) -> bool:
+        """Return True if the server confirmed a version of any run, with which it may continue."""
+        return self.last_probe is not None and self.up and parse_weight_version(self.last_probe.weights) is not None
 
     @property
     def paused_at(self) -> float | None:
-        """The time of its pause, or None."""
+        """The start of the current pause, or None."""
         return self._paused_at
 
-    def pause(self, paused: bool, now: float) -> None:
-        """Record that it is paused, or not."""
+    def set_paused(self, paused: bool, now: float) -> None:
+        """Record whether the server is paused."""
         if paused and self._paused_at is None:
             self._paused_at = now
         elif not paused and self._paused_at is not None:
             self._paused_before_s += now - self._paused_at
             self._paused_at = None
-            self.ended_requests = False
+            self.requests_ended = False
 
-    def fail(self, problem: CallProblem, now: float) -> None:
-        """Record a failure to bring it to its target version."""
+    def record_failure(self, problem: CallProblem, now: float) -> None:
+        """Record that a sync failed."""
         self.stage = ""
-        self.problem = problem
-        self.retry_at = now + min(RETRY_MOST_S, RETRY_FIRST_S * 2**self._failures)
+        self.sync_problem = problem
+        self.retry_at = now + retry_delay_s(self._failures)
         self._failures += 1
 
-    def begin_anew(self) -> None:
-        """Forget failures: there is a new version to try."""
-        self.problem = None
+    def reset_failures(self) -> None:
+        """Forget failures, so that a new version is tried at once."""
+        self.sync_problem = None
         self.retry_at = 0.0
         self._failures = 0
 
-    def shown(self, now: float) -> PolicyServerStatus:
-        """The state for workers and listings."""
+    def status(self, now: float) -> PolicyServerStatus:
+        """The status for workers and listings."""
         paused_s = self._paused_before_s + (0.0 if self._paused_at is None else now - self._paused_at)
         version = self.version
         return PolicyServerStatus(
@@ -134,3 +135,8 @@ class WatchedServer:
             kv_cache_used=self.load.kv_cache_used,
             reason=self.reason,
         )
+
+
+def retry_delay_s(failures: int) -> float:
+    """The delay before the next attempt, after ``failures`` consecutive failures and one more."""
+    return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(failures, 10))  # bounded, so that no count overflows

@@ -1,8 +1,8 @@
-"""The reader of vLLM's metrics as one ``Load``.
+"""The load of a server, read from vLLM's metrics.
 
-* The engines of a server count together; of the KV cache the fullest counts.
+* The load is the sum over the server's engines; its KV cache is that of the fullest engine.
 * A server without vLLM's gauges has no load; other metrics are skipped.
-* A line of these that cannot be read raises ``ValueError``.
+* An unreadable line of these metrics raises ``ValueError``.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _NAMES = (*sorted(_SUMMED), _KV_CACHE, _ADAPTERS)
 
 
 def read_load(text: str) -> Load | None:
-    """Read a server's load; None if it has none of the gauges."""
-    found: defaultdict[str, float] = defaultdict(float)
-    # A server has a thousand lines more than these, and to parse them takes tens of milliseconds.
+    """Read a server's load; None if the text has none of the gauges."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    # Parsing a server's other thousand lines would take tens of milliseconds.
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(_NAMES)]
     for family in text_string_to_metric_families("".join(lines)):
         for sample in family.samples:
             if sample.name in _SUMMED:
-                found[sample.name] += sample.value
+                totals[sample.name] += sample.value
             elif sample.name == _KV_CACHE:
-                found[_KV_CACHE] = max(found[_KV_CACHE], sample.value)
+                totals[_KV_CACHE] = max(totals[_KV_CACHE], sample.value)
             elif sample.name == _ADAPTERS:
-                found[_MAX_ADAPTERS] = float(sample.labels.get(_MAX_ADAPTERS, 0))
-    if not _GAUGES & found.keys():
+                totals[_MAX_ADAPTERS] = float(sample.labels.get(_MAX_ADAPTERS, 0))
+    if not _GAUGES & totals.keys():
         return None
     return Load(
-        running=found["vllm:num_requests_running"],
-        waiting=found["vllm:num_requests_waiting"],
-        kv_cache_used=found[_KV_CACHE],
-        completed=found["vllm:request_success_total"],
-        preemptions=found["vllm:num_preemptions_total"],
-        tokens=found["vllm:generation_tokens_total"],
-        max_adapters=int(found[_MAX_ADAPTERS]),
+        running=totals["vllm:num_requests_running"],
+        waiting=totals["vllm:num_requests_waiting"],
+        kv_cache_used=totals[_KV_CACHE],
+        completed=totals["vllm:request_success_total"],
+        preemptions=totals["vllm:num_preemptions_total"],
+        tokens=totals["vllm:generation_tokens_total"],
+        max_adapters=int(totals[_MAX_ADAPTERS]),
     )

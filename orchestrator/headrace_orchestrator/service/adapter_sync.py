@@ -39,7 +39,7 @@ class AdapterSync:
     @property
     def any(self) -> bool:
         """Return True if the run has adapters."""
-        return self._adapters.any
+        return self._adapters.has_adapters
 
     @property
     def trains(self) -> bool:
@@ -60,10 +60,10 @@ class AdapterSync:
         run, adapters = self._shell.run(self._run), self._adapters
         state = run.policy_servers
         if state.loaded is not None and state.loaded.kind == "adapter":
-            adapters.announced(state.held, state.loaded.path)
-            adapters.is_served(state.held)
+            adapters.announce(state.held, state.loaded.path)
+            adapters.record_served(state.held)
         if state.target is not None and state.weights is not None and self.trains and not held:
-            adapters.announced(state.target, state.weights.path)
+            adapters.announce(state.target, state.weights.path)
         self._before = state.loaded.path if state.loaded is not None else ""
         adapters.use({name for group in run.open_groups.values() for name in group.adapters.values()})
         adapters.take_servers(servers)
@@ -74,10 +74,10 @@ class AdapterSync:
         problem = ""
         if call.kind == "load":
             before = self._before if "@" in call.name else ""  # of the trained one
-            problem = await asyncio.to_thread(adapter_files.problem_of, call.path, before)
+            problem = await asyncio.to_thread(adapter_files.adapter_problem, call.path, before)
         if not problem:
             problem = await self._control.change_adapter(call.address, call.kind, call.name, call.path)
-        self._adapters.answered(call, problem, self._shell.now())
+        self._adapters.take_result(call, problem, self._shell.now())
         if problem:
             log.warning("an adapter was not taken", run=self._run, server=call.address, name=call.name, problem=problem)
         else:
@@ -85,11 +85,11 @@ class AdapterSync:
 
     async def leave(self) -> None:
         """Unload the run's adapters from the servers that answer, at the end of the run."""
-        await asyncio.gather(*(self.carry_out(call) for call in self._adapters.leave()))
+        await asyncio.gather(*(self.carry_out(call) for call in self._adapters.closing_calls()))
 
     async def look(self, address: str) -> None:
         """List the adapters of a server."""
-        self._adapters.listed(address, await self._control.list_adapters(address))
+        self._adapters.take_list(address, await self._control.list_adapters(address))
 
     def measured(self, reading: Reading) -> None:
         """Take a server's limit of adapters; the lowest limit counts."""
@@ -104,7 +104,7 @@ class AdapterSync:
     def _shown(self, server: messages.PolicyServerStatus) -> messages.PolicyServerStatus:
         if self._spec.adapter:
             server = msgspec.structs.replace(server, version=str(self._adapters.version(server.address)))
-        lacks = self._adapters.lacks(server.address)
+        lacks = self._adapters.missing_reason(server.address)
         if lacks and server.state in ("serving", "unknown"):
             server = msgspec.structs.replace(server, state="ejected", reason=lacks)
         return server

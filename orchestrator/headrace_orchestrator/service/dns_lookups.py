@@ -37,12 +37,12 @@ async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Cal
         async with timeout(LOOKUP_TIMEOUT_S):
             hosts = await resolver(*host_of(name))
     except TimeoutError:
-        discovery.failed(name, f"the resolver did not answer within {LOOKUP_TIMEOUT_S:g} s", clock())
+        discovery.take_failure(name, f"the resolver did not answer within {LOOKUP_TIMEOUT_S:g} s", clock())
     except OSError as error:
         if isinstance(error, socket.gaierror) and error.errno in NOBODY:
-            discovery.found(name, [], clock())
+            discovery.take_hosts(name, [], clock())
         else:
             log.warning("a lookup failed", name=name, problem=str(error))
-            discovery.failed(name, f"the lookup failed ({error})", clock())
+            discovery.take_failure(name, f"the lookup failed ({error})", clock())
     else:
-        discovery.found(name, hosts, clock())
+        discovery.take_hosts(name, hosts, clock())

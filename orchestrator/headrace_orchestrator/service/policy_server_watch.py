@@ -72,7 +72,7 @@ class PolicyServerWatch:
 
     def shown(self, now: float) -> list[messages.PolicyServerStatus]:
         """The states of all servers, for workers and listings."""
-        return self._adapting.shown(self.controller.shown(now))
+        return self._adapting.shown(self.controller.statuses(now))
 
     def drives(self, address: str) -> bool:
         """Return True if this run would load its weights into a server."""
@@ -104,7 +104,7 @@ class PolicyServerWatch:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
-            let_go = [self._control.carry_out(call) for call in self.controller.let_go()]
+            let_go = [self._control.carry_out(call) for call in self.controller.shutdown_calls()]
             await asyncio.gather(*let_go, return_exceptions=True)
 
     async def _step(self) -> None:
@@ -176,7 +176,7 @@ class PolicyServerWatch:
 
     def _count(self) -> None:
         metrics, label = self._metrics, self._metrics.run_label(self._run)
-        for event in self.controller.events():
+        for event in self.controller.take_events():
             if isinstance(event, ServerResumed):
                 metrics.weight_sync.labels(label).observe(event.paused_s)
             else:
@@ -195,7 +195,7 @@ class PolicyServerWatch:
             await self._probe(call.address)
         else:
             problem = await self._control.carry_out(call)
-            self.controller.answered(call, problem, self._shell.now())
+            self.controller.take_result(call, problem, self._shell.now())
             self.wake()
 
     async def _probe(self, address: str) -> None:
@@ -203,7 +203,7 @@ class PolicyServerWatch:
         if self._adapting.any and not seen.problem:
             await self._adapting.look(address)
             await self._adapting.tell_served()
-        self.controller.probed(address, seen, self._shell.now())
+        self.controller.take_probe(address, seen, self._shell.now())
         self.wake()
         if not seen.problem and address not in self._measuring:
             await self._measure(address)
@@ -214,11 +214,11 @@ class PolicyServerWatch:
             reading = await self._control.read_metrics(address)
         finally:
             self._measuring.discard(address)
-        self.controller.measured(address, reading)
+        self.controller.take_reading(address, reading)
         self._adapting.measured(reading)
         server = self.controller.servers.get(address)
         if server is not None:
-            self._meter.measured(server, reading, self._shell.run(self._run).leased)
+            self._meter.take_reading(server, reading, self._shell.run(self._run).leased)
             self._cap()
 
     async def _adapt(self, change: AdapterCall) -> None:

@@ -124,7 +124,7 @@ class Shell:
             for event in events:
                 if (log_event := _LOG_EVENT.get(type(event))) is not None:
                     log_event(event)
-            self._metrics.observe(events)
+            self._metrics.count_events(events)
             self.queues.notify(events)
             for listener in self.listeners:
                 listener(events)

@@ -94,7 +94,7 @@ class Submissions:
         return found is not None and (found.attempt, found.worker) == (head.attempt, worker)
 
     def _reply_with(self, results: list[messages.SubmitResult]) -> messages.SubmitReply:
-        self._metrics.judged(results)
+        self._metrics.count_submissions(results)
         return messages.SubmitReply(epoch=self._epoch, results=results)
 
 

@@ -148,7 +148,7 @@ SERVERS = messages.PolicyServersReply(
     revision=7,
     servers=[
         messages.PolicyServerStatus(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
-        messages.PolicyServerStatus(address="http://b:1", state="ejected", reason="nobody listens there"),
+        messages.PolicyServerStatus(address="http://b:1", state="ejected", reason="nothing listens at this address"),
     ],
 )
 
@@ -158,7 +158,7 @@ def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, st
     lines = [line.split("\t") for line in headrace("servers", "guess").stdout.splitlines()]
     assert lines[0][:4] == ["server", "state", "version", "paused"]
     assert lines[1][:4] == ["http://a:1", "serving", "0.3", "1.0 min"]
-    assert (lines[2][1], lines[2][-1]) == ("ejected", "nobody listens there")
+    assert (lines[2][1], lines[2][-1]) == ("ejected", "nothing listens at this address")
     assert json.loads(headrace("servers", "guess", "--json").stdout)["revision"] == 7
 
 

@@ -1,6 +1,6 @@
-"""An orchestrator, doubles that learn what they are told to load, a worker that plays on them, and what is true of it.
+"""A deployment for tests: an orchestrator, doubles that load weights, and a worker that plays on them.
 
-The weights of each version are drawn from its number, so whoever has a stored record can say which weights sampled it.
+The weights of each version are derived from its number, so a test can check which weights sampled a stored record.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from tests.orchestrator.serving import Api, Process
 SERVERS = "/v1/runs/run/servers"
 
 SLOTS = 4
-"""Episodes of the worker at a time, unless a test says otherwise."""
+"""Default number of concurrent episodes of the worker."""
 
 
 def weights_of(version: Version) -> Floats:
-    """The weights of a version of these tests."""
+    """The weights of a version in these tests."""
     if version == Version(0, 0):
         return neutral_weights()
     return np.random.default_rng(version.n).normal(scale=0.5, size=SIZE)
 
 
 class Tap:
-    """Stands before a double and sees what it is asked. ``hook`` may hold a request back."""
+    """A proxy in front of a double that records requests. ``hook`` may delay a request."""
 
     def __init__(self, behind: str) -> None:
         self.behind = behind
         self.hook: Callable[[str], Awaitable[None]] | None = None
-        self.seen: list[str] = []
+        self.requests: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.read()
         what = request.path
         if what == "/collective_rpc":
             what = json.loads(body)["method"]
-        self.seen.append(what)
+        self.requests.append(what)
         if self.hook is not None:
             await self.hook(what)
         async with (
             aiohttp.ClientSession() as session,
-            session.request(request.method, f"{self.behind}{request.rel_url}", data=body) as answer,
+            session.request(request.method, f"{self.behind}{request.rel_url}", data=body) as response,
         ):
-            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+            return web.Response(body=await response.read(), status=response.status, content_type=response.content_type)
 
 
 @asynccontextmanager
 async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
-    """A tap before a double, and its address."""
+    """Run a tap in front of a double; yields it and its address."""
     made = Tap(behind)
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.answer)
+    app.router.add_route("*", "/{path:.*}", made.response)
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -79,7 +79,7 @@ async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
 
 
 class Deployment:
-    """What tests work with. ``addresses`` are those of the doubles, or of the taps before them."""
+    """A running deployment. ``addresses`` are those of the doubles, or of the taps in front of them."""
 
     def __init__(self, url: str, api: Api, folder: Path, addresses: list[str]) -> None:
         self.url = url
@@ -88,7 +88,7 @@ class Deployment:
         self.addresses = addresses
 
     async def create_run(self, **fields: Any) -> None:
-        """A run that plays on, whatever the learner does."""
+        """Create a run that never waits for its learner."""
         sync = {"pause_lease_s": 4.0, **fields.pop("sync", {})}
         given: dict[str, Any] = {
             "environments": [{"id": "game:GuessTheNumber-v0-easy"}],
@@ -107,7 +107,7 @@ class Deployment:
         return messages.Weights(path=str(path))
 
     async def announce(self, n: int, weights: messages.Weights | None = None) -> None:
-        """Announce a version with its weights, which are written first."""
+        """Write the weights of a version, and announce it."""
         body = messages.VersionRequest(version=f"0.{n}", weights=weights or self.write(n))
         await self.api.ask("POST", "/v1/runs/run/version", body)
 
@@ -118,7 +118,7 @@ class Deployment:
     async def until(
         self, enough: Callable[[dict[str, messages.PolicyServerStatus]], bool], within_s: float = 30
     ) -> messages.PolicyServersReply:
-        """Wait for news until the servers are as they should be."""
+        """Wait until the servers satisfy ``enough``."""
         end = time.monotonic() + within_s
         reply = await self.servers()
         while not enough({server.address: server for server in reply.servers}):
@@ -127,11 +127,11 @@ class Deployment:
         return reply
 
     async def until_served(self, n: int) -> None:
-        """Until all servers take requests with a version."""
+        """Wait until all servers serve a version."""
         await self.until(lambda found: all((s.state, s.version) == ("serving", f"0.{n}") for s in found.values()))
 
     async def until_said(self, text: str, within_s: float = 20) -> messages.Reason:
-        """Until a pull that waits is told so."""
+        """Wait until a reason of the run contains a text."""
         end = time.monotonic() + within_s
         while True:
             reasons = msgspec.convert((await self.api.ask("GET", "/v1/runs/run"))["reasons"], list[messages.Reason])
@@ -147,14 +147,14 @@ class Deployment:
         while True:
             page = await self.api.ask("GET", f"/v1/runs/run/trajectories?limit=1000{before and f'&before={before}'}")
             for line in page["trajectories"]:
-                async with self.api.session.get(f"/v1/trajectories/{line['id']}") as answer:
-                    found.append(codec.decode(await answer.read()))
+                async with self.api.session.get(f"/v1/trajectories/{line['id']}") as response:
+                    found.append(codec.decode(await response.read()))
             before = page.get("next", "")
             if not before:
                 return found
 
     async def until_played(self, count: int, within_s: float = 60) -> None:
-        """Until so many more episodes ended."""
+        """Wait until ``count`` more episodes have ended."""
 
         async def ended() -> int:
             return sum((await self.api.ask("GET", "/v1/runs/run"))["episodes"].values())
@@ -167,7 +167,7 @@ class Deployment:
     async def check_truth(
         self, weights: Callable[[Segment, Version], Floats] = lambda segment, version: weights_of(version)
     ) -> set[str]:
-        """Each turn was sampled by the weights that it is said to be of, and nothing was lost; gives the versions."""
+        """Check that no episode failed, and that the recorded weights sampled each turn; returns the versions."""
         records = await self.records()
         versions: set[str] = set()
         for record in records:
@@ -177,14 +177,16 @@ class Deployment:
                     version = next(run.version for run in segment.versions if run.end >= turn.end)
                     versions.add(str(version))
                     prompt, sampled = segment.token_ids[: turn.start], segment.token_ids[turn.start : turn.end]
-                    right = Model(weights(segment, version)).log_prob(prompt.tolist(), sampled.tolist())
-                    said = float(segment.logprobs[turn.start : turn.end].sum())
-                    assert abs(said - right) < 1e-3, f"a turn of {record.id} is said to be of {version}, and is not"
+                    expected = Model(weights(segment, version)).log_prob(prompt.tolist(), sampled.tolist())
+                    recorded = float(segment.logprobs[turn.start : turn.end].sum())
+                    assert abs(recorded - expected) < 1e-3, (
+                        f"a turn of {record.id} was not sampled by version {version}"
+                    )
         return versions
 
 
 def cut_short(weights: messages.Weights) -> messages.Weights:
-    """The same, half of it gone."""
+    """Truncate the file of weights to half its size."""
     path = Path(weights.path) / FILE
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     return weights
@@ -200,7 +202,7 @@ async def deployment(
     slow_s: float = 0.02,
     imports: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Deployment, list[Tap], Process]]:
-    """Doubles in this event loop, an orchestrator process, and a worker process."""
+    """Run doubles in this event loop, an orchestrator process, and a worker process."""
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(double()) for _ in range(servers)]
         for address in addresses:
@@ -217,7 +219,7 @@ async def deployment(
 async def working(
     tmp_path: Path, addresses: list[str], slots: int, imports: Sequence[str] = ()
 ) -> AsyncIterator[tuple[Deployment, Process]]:
-    """An orchestrator process, and a worker process that imports these modules."""
+    """Run an orchestrator process, and a worker process that imports ``imports``."""
     orchestrator = Process(tmp_path / "data")
     async with AsyncExitStack() as stack:
         stack.callback(orchestrator.end)

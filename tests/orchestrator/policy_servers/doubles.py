@@ -1,4 +1,4 @@
-"""Doubles of policy servers: the tiny policy in this event loop, or as a process of its own."""
+"""Doubles of policy servers: tiny policies in this event loop or in processes of their own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ COMMAND = [sys.executable, "-m", "headrace_workers.tiny_policy"]
 
 @asynccontextmanager
 async def double(port: int = 0) -> AsyncIterator[str]:
-    """A double in this event loop; gives its address."""
+    """Run a double in this event loop; yields its address."""
     listener = socket.create_server(("127.0.0.1", port))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the event loop sets it for sockets of its own only
+    listener.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # the event loop sets it only for sockets that it makes
     app = TinyPolicyServer(TinyPolicy(), FaultInjector())
     config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
@@ -41,7 +43,7 @@ async def double(port: int = 0) -> AsyncIterator[str]:
 
 
 class Double:
-    """A double as a process of its own; it starts again at the port that it had."""
+    """A double in its own process, which restarts at the same port."""
 
     def __init__(self) -> None:
         self._port = 0
@@ -68,15 +70,15 @@ class Double:
 
 
 async def post(address: str, path: str, body: Any = None) -> Any:
-    """Ask a double for something that it does."""
-    async with aiohttp.ClientSession() as session, session.post(f"{address}{path}", json=body) as answer:
-        raw = await answer.read()
-        assert answer.status == 200, (answer.status, raw)
-        return json.loads(raw) if answer.content_type == "application/json" else None
+    """Send a POST request to a double."""
+    async with aiohttp.ClientSession() as session, session.post(f"{address}{path}", json=body) as response:
+        raw = await response.read()
+        assert response.status == 200, (response.status, raw)
+        return json.loads(raw) if response.content_type == "application/json" else None
 
 
 async def get(address: str, path: str) -> Any:
-    """What a double says of itself."""
-    async with aiohttp.ClientSession() as session, session.get(f"{address}{path}") as answer:
-        assert answer.status == 200, answer.status
-        return json.loads(await answer.read())
+    """Send a GET request to a double."""
+    async with aiohttp.ClientSession() as session, session.get(f"{address}{path}") as response:
+        assert response.status == 200, response.status
+        return json.loads(await response.read())

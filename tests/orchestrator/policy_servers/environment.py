@@ -1,4 +1,4 @@
-"""``policies:Slow``: some turns that take their time, whatever is said; or one that never ends."""
+"""The environment ``policies:Slow``: turns of a fixed length, or a first turn that never ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from headrace.environment import Step, register
 
 
 class Slow:
-    """``turns`` turns of ``step_s`` seconds; the first one never ends where ``stalls`` is set."""
+    """An episode of ``turns`` turns of ``step_s`` seconds. With ``stalls`` the first turn never ends."""
 
     blocking: ClassVar[bool] = False
 
     def __init__(self, turns: int = 2, step_s: float = 0.1, stalls: bool = False) -> None:
-        self._left = turns
+        self._turns_left = turns
         self._step_s = step_s
         self._stalls = stalls
 
@@ -23,8 +23,8 @@ class Slow:
 
     async def step(self, action: str) -> Step:
         await asyncio.sleep(3600 if self._stalls else self._step_s)
-        self._left -= 1
-        return Step("Go on.", float(len(action) % 7), self._left == 0, False, {})
+        self._turns_left -= 1
+        return Step("Go on.", float(len(action) % 7), self._turns_left == 0, False, {})
 
 
 register("policies:Slow", Slow)

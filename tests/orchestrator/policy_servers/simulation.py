@@ -1,4 +1,4 @@
-"""Policy servers that obey a controller, or fail it, on a clock that only tests move."""
+"""A simulation of policy servers that carry out or fail a controller's calls, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from headrace_orchestrator.policy_servers.server_state import CallProblem, Probe
 MIXED = "mixed"
 
 Fault = str
-"""How a call goes wrong: "" not at all; "lost" it is done and its answer is lost; "never" it is not done; "half" a load
-that breaks off; "silent" it is not done, and answered well."""
+"""The fault of a call: "" none; "lost": carried out, but its answer is lost; "never": not carried out; "half": a load
+that ends half-way; "silent": not carried out, but answered as a success."""
 
 
 class Engine:
-    """One engine as it really is: what is in its memory, what it calls it, and whether it is paused."""
+    """The real state of one engine: the weights in its memory, the name that it gives them, and its pause."""
 
     def __init__(self, held: Version) -> None:
         self.up = True
@@ -36,19 +36,19 @@ class Engine:
         self.requests_ended = False
 
     @property
-    def lies(self) -> bool:
-        """Whether it samples tokens under a name that is not true."""
+    def samples_under_wrong_name(self) -> bool:
+        """True if it samples tokens under a wrong name."""
         named = parse_weight_version(self.name)
         return self.up and self.paused_at is None and named is not None and named != self.holds
 
     @property
-    def samples_nonsense(self) -> bool:
-        """Whether it samples with weights that nobody knows."""
+    def samples_mixed(self) -> bool:
+        """True if it samples with mixed weights."""
         return self.up and self.paused_at is None and self.holds == MIXED
 
 
-class Due(NamedTuple):
-    """A call that is under way, and what will come of it."""
+class PendingCall(NamedTuple):
+    """A pending call, the time of its result, and its fault."""
 
     at: float
     call: PolicyServerCall
@@ -56,7 +56,7 @@ class Due(NamedTuple):
 
 
 class World:
-    """Engines, the controller of the moment, and the calls between them. ``bad``: versions whose files are bad."""
+    """Engines, the current controller, and the calls between them. ``bad``: versions whose files are damaged."""
 
     def __init__(self, addresses: list[str], sync: SyncSpec, seed: int = 0) -> None:
         self.now = 0.0
@@ -66,16 +66,16 @@ class World:
         self.listed = dict.fromkeys(addresses, False)
         self.target = WeightTarget()
         self.bad: set[Version] = set()
-        #: Faults of the calls to come, by address; without, the share of calls that go wrong in one way or another.
+        #: Faults of the next calls, by address. Calls without an entry fail at random, with probability ``faulty``.
         self.faults: dict[str, list[Fault]] = {}
         self.faulty = 0.0
-        self.out: list[Due] = []
+        self.pending: list[PendingCall] = []
         self.events: list[ServerResumed | SyncFailed] = []
         self.calls: list[PolicyServerCall] = []
         self.longest_pause_s = 0.0
         self.controller = Controller(sync)
 
-    # What tests do --------------------------------------------------------------------------------------------
+    # Actions -------------------------------------------------------------------------------------------------
 
     def announce(self, n: int, *, bad: bool = False) -> None:
         version = Version(0, n)
@@ -84,33 +84,33 @@ class World:
         self.target = self.target._replace(version=version, weights=Weights(path=f"/weights/{n}"))
 
     def crash(self) -> None:
-        """The orchestrator dies and is there again: of calls under way some are still carried out, all answers lost."""
-        for due in self.out:
+        """Restart the controller: some pending calls are still carried out, and all their results are lost."""
+        for due in self.pending:
             if self.random.random() < 0.5:
-                self._do(due)
-        self.out.clear()
+                self._carry_out(due)
+        self.pending.clear()
         self.controller = Controller(self.sync)
 
     def die(self, address: str) -> None:
-        """An engine dies and is there again, fresh."""
+        """Restart an engine, which then has its first weights."""
         self.engines[address] = Engine(Version(0, 0))
 
     def pass_time(self, seconds: float) -> None:
-        """Let the world go on; what is true at every moment is checked at every moment."""
+        """Advance the simulation, and check its invariants at every step."""
         end = self.now + seconds
         while True:
             self._step()
             due = self.controller.due(self.now)
-            at = min([end, *(item.at for item in self.out), *([] if due is None else [max(due, self.now)])])
+            at = min([end, *(item.at for item in self.pending), *([] if due is None else [max(due, self.now)])])
             if at >= end:
                 break
             self.now = max(at, self.now + 1e-6)
-            self._answer()
+            self._deliver_results()
         self.now = end
-        self._answer()
+        self._deliver_results()
         self._step()
 
-    # How it goes ----------------------------------------------------------------------------------------------
+    # Simulation -----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self.controller.take_servers(self.listed)
@@ -118,33 +118,33 @@ class World:
         for call in self.controller.step(self.now):
             self.calls.append(call)
             faults = self.faults.get(call.address, [])
-            fault = "" if call.kind == "probe" else faults.pop(0) if faults else self._drawn()
+            fault = "" if call.kind == "probe" else faults.pop(0) if faults else self._random_fault()
             takes_s = call.timeout_s if fault in ("lost", "never") else self.random.uniform(0.001, 0.3)
-            self.out.append(Due(self.now + min(takes_s, call.timeout_s), call, fault))
-        self.events += self.controller.events()
+            self.pending.append(PendingCall(self.now + min(takes_s, call.timeout_s), call, fault))
+        self.events += self.controller.take_events()
         if self.controller.newest_served and self.target.version is not None:
             self.target = self.target._replace(held=self.target.version)
         self._check()
 
-    def _drawn(self) -> Fault:
+    def _random_fault(self) -> Fault:
         return self.random.choice(["lost", "never", "half"]) if self.random.random() < self.faulty else ""
 
-    def _answer(self) -> None:
-        for due in sorted([item for item in self.out if item.at <= self.now]):
-            self.out.remove(due)
-            problem = self._do(due)
+    def _deliver_results(self) -> None:
+        for due in sorted([item for item in self.pending if item.at <= self.now]):
+            self.pending.remove(due)
+            problem = self._carry_out(due)
             if due.call.kind == "probe":
-                self.controller.probed(due.call.address, self._seen(due.call.address), self.now)
+                self.controller.take_probe(due.call.address, self._probe_result(due.call.address), self.now)
             else:
-                self.controller.answered(due.call, problem, self.now)
+                self.controller.take_result(due.call, problem, self.now)
 
-    def _seen(self, address: str) -> ProbeResult:
+    def _probe_result(self, address: str) -> ProbeResult:
         engine = self.engines.get(address)
         if engine is None or not engine.up:
-            return ProbeResult("nobody listens there")
+            return ProbeResult("nothing listens at this address")
         return ProbeResult(weights=engine.name, paused=engine.paused_at is not None)
 
-    def _do(self, due: Due) -> CallProblem | None:
+    def _carry_out(self, due: PendingCall) -> CallProblem | None:
         call, fault = due.call, due.fault
         engine = self.engines.get(call.address)
         if call.kind == "probe":
@@ -155,12 +155,12 @@ class World:
         if fault == "silent":
             return None
         if fault != "never":
-            problem = self._obey(engine, call, fault)
+            problem = self._apply(engine, call, fault)
             if problem is not None:
                 return problem
         return failed if fault else None
 
-    def _obey(self, engine: Engine, call: PolicyServerCall, fault: Fault) -> CallProblem | None:
+    def _apply(self, engine: Engine, call: PolicyServerCall, fault: Fault) -> CallProblem | None:
         if call.kind == "resume":
             engine.paused_at = None
             engine.requests_ended = False
@@ -181,13 +181,13 @@ class World:
         return None
 
     def _check(self) -> None:
-        """What holds at every moment."""
-        shown = {server.address: server for server in self.controller.shown(self.now)}
+        """Check the invariants."""
+        statuses = {server.address: server for server in self.controller.statuses(self.now)}
         for address, engine in self.engines.items():
-            assert not engine.lies, f"{address} holds {engine.holds} and says {engine.name}"
-            assert not engine.samples_nonsense, f"{address} samples with mixed weights"
+            assert not engine.samples_under_wrong_name, f"{address} holds {engine.holds} and says {engine.name}"
+            assert not engine.samples_mixed, f"{address} samples with mixed weights"
             if engine.up and engine.paused_at is not None and not engine.requests_ended:
                 self.longest_pause_s = max(self.longest_pause_s, self.now - engine.paused_at)
-            state = shown.get(address)
-            if state is not None and state.state == "serving" and self.controller.servers[address].busy == "":
-                assert engine.holds != MIXED, f"{address} is to serve and holds mixed weights"
+            status = statuses.get(address)
+            if status is not None and status.state == "serving" and self.controller.servers[address].pending_call == "":
+                assert engine.holds != MIXED, f"{address} serves with mixed weights"

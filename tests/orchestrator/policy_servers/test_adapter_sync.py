@@ -1,4 +1,4 @@
-"""Adapters at a real orchestrator: they get into the servers under running episodes, and every turn says which."""
+"""Adapters at a real orchestrator: they are loaded during running episodes, and every turn records its adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from headrace.trajectory import Segment, Version
 from headrace.wire import messages
-from headrace_orchestrator.policy_servers.adapter_files import problem_of
+from headrace_orchestrator.policy_servers.adapter_files import adapter_problem
 from headrace_workers.tiny_policy.adapters import CONFIG, FILE, write_adapter
 from headrace_workers.tiny_policy.model import SIZE, Floats, neutral_weights
 from tests.orchestrator.policy_servers.deployment import Deployment, deployment, weights_of
@@ -35,7 +35,7 @@ async def names(address: str) -> list[str]:
     return [card["id"] for card in (await get(address, "/v1/models"))["data"]]
 
 
-async def test_versions_of_an_adapter_are_loaded_under_running_episodes_and_every_turn_says_what_sampled_it(
+async def test_adapter_versions_are_loaded_during_running_episodes_and_every_turn_records_its_version(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path) as (made, _, _):
@@ -45,12 +45,12 @@ async def test_versions_of_an_adapter_are_loaded_under_running_episodes_and_ever
             await made.announce(n, trained(made, n))
             await made.until_served(n)
             await made.until_played(2)
-        await made.until_played(6)  # what was under way is over
+        await made.until_played(6)  # earlier episodes have ended
         assert {f"0.{n}" for n in (0, 5)} <= await made.check_truth()
         records = await made.records()
         assert {segment.policy.adapter for record in records for segment in record.segments} == {"math"}
         assert set(await names(made.addresses[0])) == {"policy", "run/math@0.4", "run/math@0.5"}
-        assert (await get(made.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base stayed"
+        assert (await get(made.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base model stays"
 
 
 async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_another(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_an
         assert set.union(*played.values()) == {"a", "b", "c"}
 
 
-async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_served_stays(tmp_path: Path) -> None:
+async def test_an_unfit_adapter_is_refused_with_the_reason_and_the_served_version_stays(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
         made = Deployment("", api, tmp_path, [one])
         await made.create_run(policy=MATH)
@@ -88,9 +88,9 @@ async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_ser
         await made.until_served(1)
         await made.announce(2, trained(made, 2, rank=64))
         assert "LoRA rank 64" in (await made.until_said("adapter")).message
-        half = trained(made, 3)
-        Path(half.path, FILE).unlink()
-        await made.announce(3, half)
+        incomplete = trained(made, 3)
+        Path(incomplete.path, FILE).unlink()
+        await made.announce(3, incomplete)
         await made.until_said("once it is complete")
         await made.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
         await made.until_said("No adapter found")
@@ -100,10 +100,10 @@ async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_ser
         await made.until_served(5)
         await api.ask("POST", "/v1/runs/run/close")
         await made.until(lambda servers: not servers)
-        assert await names(one) == ["policy"], "its adapters go with the run"
+        assert await names(one) == ["policy"], "closing a run unloads its adapters"
 
 
-async def test_a_run_takes_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
+async def test_a_run_accepts_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
         made = Deployment("", api, tmp_path, [one])
         await made.create_run(policy=MATH)
@@ -128,7 +128,7 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "reason"),
     [
         (None, "has no adapter_config.json"),
         ("{", "cannot be read"),
@@ -137,15 +137,15 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
         ('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "other"}', "made for base 'other'"),
     ],
 )
-def test_what_the_files_of_an_adapter_say_against_it_is_found_before_it_is_loaded(
-    tmp_path: Path, config: str | None, said: str
+def test_a_folder_that_is_not_an_adapter_as_peft_writes_it_or_has_another_base_is_refused_with_the_reason(
+    tmp_path: Path, config: str | None, reason: str
 ) -> None:
     write_adapter(tmp_path / "new", neutral_weights())
     write_adapter(tmp_path / "old", neutral_weights())
-    assert problem_of(str(tmp_path / "new"), str(tmp_path / "old")) == ""
-    assert problem_of(str(tmp_path / "not here")) == "", "the server may see it"
+    assert adapter_problem(str(tmp_path / "new"), str(tmp_path / "old")) == ""
+    assert adapter_problem(str(tmp_path / "not here")) == "", "the server may see it"
     if config is None:
         (tmp_path / "new" / CONFIG).unlink()
     else:
         (tmp_path / "new" / CONFIG).write_text(config)
-    assert said in problem_of(str(tmp_path / "new"), str(tmp_path / "old"))
+    assert reason in adapter_problem(str(tmp_path / "new"), str(tmp_path / "old"))

@@ -1,4 +1,4 @@
-"""What policy servers take at a time, at a real orchestrator: the cap, who is told, and servers by name."""
+"""The capacity of policy servers at a real orchestrator: the cap of a run, and servers found by DNS name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.orchestrator.policy_servers.doubles import double
 from tests.orchestrator.policy_servers.test_servers import until
 from tests.orchestrator.serving import Api
 
-MANY = {"batch_size": 128, "max_staleness": 3}
+LARGE = {"batch_size": 128, "max_staleness": 3}
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "PROBE_EVERY_S", 0.02)
     monkeypatch.setattr(discovery, "LOOKUP_EVERY_S", 0.02)
 
 
 class Engine:
-    """A policy server that says of itself what the test wants."""
+    """A policy server whose metrics the test sets."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] | None = {"vllm:num_requests_running": 1, "vllm:generation_tokens_total": 0}
@@ -42,7 +42,7 @@ class Engine:
         self.reads += 1
         return web.Response(text="".join(f"{name} {value}\n" for name, value in self.metrics.items()))
 
-    def say(self, **changes: float) -> None:
+    def set(self, **changes: float) -> None:
         assert self.metrics is not None
         self.metrics |= {f"vllm:{name}": value for name, value in changes.items()}
 
@@ -69,9 +69,9 @@ async def status(api: Api, enough: Callable[[dict[str, Any]], bool]) -> dict[str
     return found
 
 
-async def test_the_cap_is_there_before_the_first_episode_is_granted(api: Api) -> None:
+async def test_a_run_has_its_cap_before_its_first_episode_is_granted(api: Api) -> None:
     async with double() as one, double() as two:
-        await api.create_run(**MANY, policy={"endpoints": [one, two], "admission": {"start": 5}})
+        await api.create_run(**LARGE, policy={"endpoints": [one, two], "admission": {"start": 5}})
         assert len(await api.lease(free=60)) == 10
         reply = await api.pull()
         assert isinstance(reply, messages.EmptyReply)
@@ -81,24 +81,24 @@ async def test_the_cap_is_there_before_the_first_episode_is_granted(api: Api) ->
             assert 'headrace_run_episodes_attainable{run="run"} 10.0' in await answer.text()
 
 
-async def test_a_run_that_does_not_adapt_or_whose_servers_are_not_known_has_no_cap(api: Api) -> None:
+async def test_a_run_without_known_servers_or_with_adapt_off_has_no_cap(api: Api) -> None:
     async with double() as one:
-        await api.create_run(**MANY, policy={"endpoints": [one], "admission": {"adapt": False, "start": 1}})
+        await api.create_run(**LARGE, policy={"endpoints": [one], "admission": {"adapt": False, "start": 1}})
         assert len(await api.lease(free=60)) == 60
-    await api.create_run(name="other", **MANY)
+    await api.create_run(name="other", **LARGE)
     assert (await api.ask("GET", "/v1/runs/other")).get("attainable") is None
 
 
-async def test_the_cap_follows_what_a_server_says_and_whoever_waits_for_work_gets_it(api: Api) -> None:
+async def test_the_cap_follows_the_metrics_of_a_server_and_waiting_workers_get_its_growth(api: Api) -> None:
     engine = Engine()
     async with serving(engine) as one:
-        await api.create_run(**MANY, policy={"endpoints": [one], "admission": {"start": 4}})
+        await api.create_run(**LARGE, policy={"endpoints": [one], "admission": {"start": 4}})
         assert len(await api.lease(free=60)) == 4
         await status(api, lambda _: engine.reads > 1)
         waiting = asyncio.create_task(api.lease(worker="other", free=60, wait_s=20))
-        engine.say(request_success_total=2)
+        engine.set(request_success_total=2)
         assert len(await waiting) == 2
-        engine.say(num_preemptions_total=50)
+        engine.set(num_preemptions_total=50)
         await status(api, lambda found: found["attainable"] < 6)
 
 
@@ -106,14 +106,14 @@ async def test_a_server_without_metrics_lifts_the_cap(api: Api) -> None:
     engine = Engine()
     engine.metrics = None
     async with serving(engine) as one:
-        await api.create_run(**MANY, policy={"endpoints": [one], "admission": {"start": 4}})
+        await api.create_run(**LARGE, policy={"endpoints": [one], "admission": {"start": 4}})
         await status(api, lambda found: found.get("attainable") is None)
         assert len(await api.lease(free=60)) == 60
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What host names resolve to."""
+    """The IP addresses of host names, which the test sets."""
     known: dict[str, list[str]] = {}
     real = socket.getaddrinfo
 
@@ -128,10 +128,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-async def test_servers_come_and_go_with_the_name_that_they_are_found_by(api: Api, names: dict[str, list[str]]) -> None:
+async def test_servers_change_with_the_addresses_of_their_name(api: Api, names: dict[str, list[str]]) -> None:
     async with double() as one:
         port = one.rsplit(":", 1)[1]
-        await api.create_run(**MANY, policy={"endpoints": [f"dns+http://vllm.test:{port}"]})
+        await api.create_run(**LARGE, policy={"endpoints": [f"dns+http://vllm.test:{port}"]})
         found = await status(api, lambda found: any("resolves to no address" in r["message"] for r in found["reasons"]))
         assert [reason["code"] for reason in found["reasons"] if reason["code"] == "no-policy-servers"]
         names["vllm.test"] = ["127.0.0.1"]

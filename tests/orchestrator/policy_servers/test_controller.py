@@ -1,4 +1,4 @@
-"""The controller of policy servers, in a world where everything may fail at any moment."""
+"""The controller of policy servers, in a simulation where every call may fail at any moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOVES = ["announce", "announce", "crash", "die", "down", "up", "drain", "hold", 
 
 
 def play(made: World, moves: int) -> int:
-    """Anything may happen, so many times, as the world's own numbers say; gives the last version announced."""
+    """Make random moves; returns the number of the last announced version."""
     draw, n = made.random, 1
     made.announce(n)
     for _ in range(moves):
@@ -46,26 +46,26 @@ def world(order: str = "together", *, servers: int = 2) -> World:
 
 
 def states(made: World) -> dict[str, tuple[str, str]]:
-    return {server.address: (server.state, server.version) for server in made.controller.shown(made.now)}
+    return {server.address: (server.state, server.version) for server in made.controller.statuses(made.now)}
 
 
 @pytest.mark.parametrize("order", ["together", "rolling"])
-def test_no_server_ever_samples_under_a_wrong_name_and_in_the_end_all_have_the_newest_version(order):
+def test_no_server_ever_samples_under_a_wrong_name_and_all_get_the_newest_version(order):
     for seed in range(15):
         made = World([A, B, C], SyncSpec(order=order, pause_lease_s=LEASE_S), seed)
         made.faulty = (0.0, 0.2, 0.5)[seed % 3]
-        settles(made, play(made, 30))
+        check_settles(made, play(made, 30))
 
 
-def settles(made: World, n: int) -> None:
-    """Once nothing goes wrong any more, all servers come to the next version."""
+def check_settles(made: World, n: int) -> None:
+    """Check that all servers load the next version once no call fails any more."""
     made.faulty = 0.0
     made.listed = dict.fromkeys(made.listed, False)
     made.target = made.target._replace(hold=("", 0.0))
     for engine in made.engines.values():
         engine.up = True
     made.announce(n + 1)
-    made.pass_time(150.0)  # a look at files may take a minute
+    made.pass_time(150.0)  # a check of files may take a minute
     assert states(made) == dict.fromkeys([A, B, C], ("serving", f"0.{n + 1}"))
     assert all(engine.paused_at is None for engine in made.engines.values())
 
@@ -92,7 +92,7 @@ def test_rolling_pauses_one_server_at_a_time_while_the_others_serve():
     assert states(made) == dict.fromkeys([A, B, C], ("serving", "0.1"))
 
 
-def test_files_that_are_refused_cost_no_pause_and_the_servers_go_on_with_what_they_hold():
+def test_refused_weights_cause_no_pause_and_servers_continue_with_their_old_weights():
     made = world()
     made.announce(1, bad=True)
     made.pass_time(10.0)
@@ -108,7 +108,7 @@ def test_files_that_are_refused_cost_no_pause_and_the_servers_go_on_with_what_th
     assert made.controller.reasons() == []
 
 
-def test_a_server_whose_load_breaks_off_is_out_and_its_requests_end_until_a_load_is_confirmed():
+def test_a_server_with_unknown_weights_is_ejected_and_stays_paused_and_its_requests_are_ended():
     made = world()
     made.faults[B] = ["", "", "half", "", "", "half"]
     made.announce(1)
@@ -120,7 +120,7 @@ def test_a_server_whose_load_breaks_off_is_out_and_its_requests_end_until_a_load
     assert states(made) == {A: ("serving", "0.1"), B: ("serving", "0.1")}
 
 
-def test_a_server_that_says_its_load_went_well_and_confirms_nothing_is_not_believed():
+def test_a_server_takes_requests_again_only_after_it_has_confirmed_its_version():
     made = world(servers=1)
     made.faults[A] = ["", "", "silent"]
     made.announce(1)
@@ -131,20 +131,20 @@ def test_a_server_that_says_its_load_went_well_and_confirms_nothing_is_not_belie
     assert states(made)[A] == ("serving", "0.1")
 
 
-def test_a_server_that_never_answers_is_out_after_the_pause_lease_and_the_others_serve():
+def test_a_server_that_kept_its_old_weights_is_ejected_once_others_serve_a_newer_version():
     made = world()
     made.faults[B] = ["", "", "never"]
     made.announce(1)
     made.pass_time(LEASE_S - 0.5)
     assert (states(made)[A], states(made)[B][0]) == (("serving", "0.1"), "syncing")
     made.pass_time(1.6)
-    # It was never touched, and it says so: it goes on with what it holds, and is not asked for it.
+    # It confirms its old weights: it resumes, and stays ejected until it has caught up.
     assert (states(made)[B], made.engines[B].paused_at) == (("ejected", "0.0"), None)
     made.pass_time(10.0)
     assert states(made)[B] == ("serving", "0.1")
 
 
-def test_a_server_that_was_paused_for_long_gets_a_whole_lease_for_its_next_load():
+def test_a_server_that_was_paused_for_long_gets_a_full_lease_for_its_next_load():
     made = world()
     made.faults[B] = ["", "", "half"]
     made.announce(1)
@@ -157,23 +157,23 @@ def test_a_server_that_was_paused_for_long_gets_a_whole_lease_for_its_next_load(
     assert states(made)[B] == ("serving", "0.1")
 
 
-def test_a_server_paused_before_its_load_goes_on_as_what_it_is_after_a_crash():
+def test_a_server_that_was_paused_before_its_load_continues_with_its_old_weights_after_a_crash():
     made = world()
     made.announce(1)
     while all(engine.paused_at is None for engine in made.engines.values()):
         made.pass_time(0.01)
-    made.out.clear()
+    made.pending.clear()
     made.crash()
     made.pass_time(3.0)
     assert states(made) == {A: ("serving", "0.1"), B: ("serving", "0.1")}
     assert made.longest_pause_s < LEASE_S
 
 
-def test_a_server_whose_load_was_broken_off_by_a_crash_is_loaded_again_and_never_just_resumed():
+def test_a_server_whose_load_was_interrupted_by_a_crash_is_loaded_again_before_it_resumes():
     made = world()
     made.announce(1)
-    half = made.engines[B]
-    half.name, half.holds, half.paused_at = "0.0 -> 0.1", "mixed", made.now
+    engine = made.engines[B]
+    engine.name, engine.holds, engine.paused_at = "0.0 -> 0.1", "mixed", made.now
     made.crash()
     begun = len(made.calls)
     made.pass_time(3.0)
@@ -182,14 +182,14 @@ def test_a_server_whose_load_was_broken_off_by_a_crash_is_loaded_again_and_never
     assert calls == ["check", "pause", "load", "resume"]
 
 
-def test_nothing_is_paused_while_an_evaluation_holds_the_version_and_the_reason_names_it():
+def test_no_server_is_paused_while_an_evaluation_holds_the_served_version_and_the_reason_names_it():
     made = world()
     made.announce(1)
     made.target = made.target._replace(hold=("e1", 12.0))
     made.pass_time(5.0)
     assert {call.kind for call in made.calls} == {"probe", "check"}
     (reason,) = made.controller.reasons()
-    assert "evaluation e1 holds version 0.0 for 12 s" in reason.message
+    assert "evaluation e1 holds version 0.0 for up to 12 s" in reason.message
     made.announce(2)
     made.target = made.target._replace(hold=("", 0.0))
     made.pass_time(3.0)
@@ -197,20 +197,20 @@ def test_nothing_is_paused_while_an_evaluation_holds_the_version_and_the_reason_
     assert not any(call.version == Version(0, 1) for call in made.calls if call.kind == "load")
 
 
-def test_a_server_that_comes_back_fresh_takes_no_requests_before_it_has_caught_up():
+def test_a_restarted_server_takes_no_requests_before_it_has_caught_up():
     made = world()
     made.announce(1)
     made.pass_time(3.0)
     made.die(B)
-    seen = set()
+    observed = set()
     for _ in range(300):
         made.pass_time(0.01)
-        seen.add(states(made)[B])
-    assert ("serving", "0.0") not in seen
+        observed.add(states(made)[B])
+    assert ("serving", "0.0") not in observed
     assert states(made)[B] == ("serving", "0.1")
 
 
-def test_whoever_pauses_a_server_it_goes_on_when_the_lease_is_over():
+def test_no_request_waits_in_a_paused_server_for_longer_than_the_pause_lease_whoever_paused_it():
     made = world()
     made.engines[A].paused_at = made.now
     made.pass_time(LEASE_S - 1)
@@ -219,7 +219,7 @@ def test_whoever_pauses_a_server_it_goes_on_when_the_lease_is_over():
     assert (states(made)[A], made.engines[A].paused_at) == (("serving", "0.0"), None)
 
 
-def test_a_version_without_servers_says_what_to_do():
+def test_weights_for_a_run_without_servers_are_a_reason_with_advice():
     made = World([], SyncSpec())
     made.announce(1)
     made.pass_time(1.0)
@@ -227,7 +227,7 @@ def test_a_version_without_servers_says_what_to_do():
     assert "policy.endpoints" in reason.message
 
 
-def test_a_draining_server_gets_no_new_weights_and_one_that_was_taken_away_is_not_left_paused():
+def test_a_draining_server_gets_no_new_weights_and_a_removed_server_is_not_left_paused():
     made = world()
     made.listed[B] = True
     made.announce(1)

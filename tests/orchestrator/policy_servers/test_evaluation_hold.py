@@ -1,4 +1,4 @@
-"""G03: an evaluation that is pinned to a version must not stop everybody when new versions come."""
+"""G03: an evaluation that is pinned to a version must not stop training when new versions are announced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = "policies:Slow"
 EPISODES = 16
 
 
-async def on_four(made: Deployment) -> None:
+async def run_at_version_4(made: Deployment) -> None:
     await made.create_run(
         environments=[{"id": SLOW}], group_size=4, batch_size=16, max_staleness=1, attempt_lease_s=2.0
     )
@@ -27,13 +27,13 @@ async def on_four(made: Deployment) -> None:
 
 
 async def train(made: Deployment, upto: int, within_s: float = 60.0) -> list[str]:
-    """Pull, ack, announce, as fast as it goes, until a batch of that version came; gives what pulls were told."""
-    n, told, end = 4, [], time.monotonic() + within_s
+    """Pull and ack as fast as possible until a batch of version ``upto``; returns the reasons of empty pulls."""
+    n, reasons, end = 4, [], time.monotonic() + within_s
     while time.monotonic() < end:
         reply = await made.api.pull(wait_s=0.5)
         if isinstance(reply, Batch):
             if reply.version.n >= upto:
-                return told
+                return reasons
             n += 1
             body = messages.AckRequest(
                 learner="learner",
@@ -44,12 +44,12 @@ async def train(made: Deployment, upto: int, within_s: float = 60.0) -> list[str
             )
             await made.api.ask("POST", f"/v1/runs/run/batches/{reply.id}/ack", body)
         else:
-            told += [reason.message for reason in reply.reasons]
-    raise AssertionError(told)
+            reasons += [reason.message for reason in reply.reasons]
+    raise AssertionError(reasons)
 
 
 async def report(made: Deployment, evaluation: str) -> messages.EvaluationReply:
-    """An evaluation when it is over."""
+    """Wait for the result of an evaluation."""
     while True:
         answer = await made.api.ask("GET", f"/v1/runs/run/evaluations/{evaluation}?wait_s=5")
         reply = msgspec.convert(answer, messages.EvaluationReply)
@@ -58,7 +58,7 @@ async def report(made: Deployment, evaluation: str) -> messages.EvaluationReply:
 
 
 async def check_pinned(made: Deployment, evaluation: str) -> None:
-    """No turn of the evaluation is of another version, and no episode of it is in a batch."""
+    """Check that the pinned version sampled every turn of the evaluation."""
     records = [record for record in await made.records() if record.provenance.evaluation == evaluation]
     assert len(records) >= EPISODES - 1
     for record in records:
@@ -70,26 +70,7 @@ def tasks(*, stalling: int = 0) -> list[dict[str, Any]]:
     return [whole] * (EPISODES - stalling) + [{**whole, "kwargs": {"stalls": True}}] * stalling
 
 
-async def test_g03_weights_wait_for_an_evaluation_and_the_learner_is_told_so_and_goes_on(tmp_path: Path) -> None:
-    async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
-        made,
-        _,
-        _,
-    ):
-        await on_four(made)
-        started = await made.api.ask(
-            "POST", "/v1/runs/run/evaluations", messages.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
-        )
-        over = asyncio.create_task(report(made, started["evaluation"]))
-        told = await train(made, upto=6)
-        assert any(f"evaluation {started['evaluation']} holds version 0.4 for" in text for text in told), set(told)
-        done = await over
-        assert (done.done, done.wanted, done.version) == (EPISODES, EPISODES, "0.4")
-        await check_pinned(made, done.evaluation)
-        assert (await made.servers()).skipped[:1] == ["0.5"]
-
-
-async def test_g03_the_hold_of_an_evaluation_ends_at_its_deadline_whoever_died_and_whatever_stalls(
+async def test_g03_weights_wait_for_an_evaluation_with_a_reason_for_the_learner_and_training_continues(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
@@ -97,7 +78,30 @@ async def test_g03_the_hold_of_an_evaluation_ends_at_its_deadline_whoever_died_a
         _,
         _,
     ):
-        await on_four(made)
+        await run_at_version_4(made)
+        started = await made.api.ask(
+            "POST", "/v1/runs/run/evaluations", messages.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
+        )
+        result = asyncio.create_task(report(made, started["evaluation"]))
+        reasons = await train(made, upto=6)
+        assert any(f"evaluation {started['evaluation']} holds version 0.4 for" in text for text in reasons), set(
+            reasons
+        )
+        done = await result
+        assert (done.done, done.wanted, done.version) == (EPISODES, EPISODES, "0.4")
+        await check_pinned(made, done.evaluation)
+        assert (await made.servers()).skipped[:1] == ["0.5"]
+
+
+async def test_g03_the_hold_of_an_evaluation_ends_at_its_deadline_after_a_dead_client_and_a_stalled_episode(
+    tmp_path: Path,
+) -> None:
+    async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
+        made,
+        _,
+        _,
+    ):
+        await run_at_version_4(made)
         wanted = msgspec.json.encode(tasks(stalling=1)).decode()
         with learner(made, "client.evaluate('run', __import__('json').loads(sys.argv[2]), deadline_s=10)", wanted):
             evaluation = (await made.until_said("runs: ")).facts["evaluation"]

@@ -1,4 +1,4 @@
-"""G13: a load of weights that fails must not end with a server that takes requests all the same."""
+"""G13: a server whose load of weights failed must not take requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.orchestrator.serving import Process
 LEASE_S = 3.0
 
 
-async def on_seven(made: Deployment, lease_s: float = LEASE_S) -> None:
+async def run_at_version_7(made: Deployment, lease_s: float = LEASE_S) -> None:
     await made.create_run(sync={"pause_lease_s": lease_s})
     await made.announce(7)
     await made.until_served(7)
@@ -27,10 +27,10 @@ async def on_seven(made: Deployment, lease_s: float = LEASE_S) -> None:
 
 
 async def recovers(made: Deployment, n: int) -> set[str]:
-    """A sound version brings everything back; gives the versions of all turns, which are true."""
+    """Announce intact weights and wait until all servers serve them; returns the versions of all turns."""
     await made.announce(n)
     await made.until_served(n)
-    await made.until_played(SLOTS + 2)  # those that were under way may be of versions before
+    await made.until_played(SLOTS + 2)  # episodes that were running may have earlier versions
     for address in made.addresses:
         assert (await get(address, "/is_paused"))["is_paused"] is False
     return await made.check_truth()
@@ -41,50 +41,50 @@ def misshapen(folder: Path) -> messages.Weights:
     return messages.Weights(path=str(folder))
 
 
-async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_path: Path) -> None:
+async def test_g13_damaged_files_are_found_before_any_server_is_paused(tmp_path: Path) -> None:
     async with deployment(tmp_path) as (made, _, _):
-        await on_seven(made)
+        await run_at_version_7(made)
         paused = [server.paused_s for server in (await made.servers()).servers]
         damages = [
             (8, messages.Weights(path=str(tmp_path / "nowhere")), "No such file"),
             (9, cut_short(made.write(9)), "cut short"),
             (10, misshapen(tmp_path / "misshapen"), "has shape"),
         ]
-        for n, weights, said in damages:
+        for n, weights, problem in damages:
             await made.announce(n, weights)
             reason = await made.until_said(f"weight sync of version 0.{n} failed")
             assert (reason.code, reason.facts["kind"]) == ("weight-sync", "weights-refused")
-            assert said in reason.message
+            assert problem in reason.message
             await made.until_played(2)
             reply = await made.servers()
             assert {(server.state, server.version) for server in reply.servers} == {("serving", "0.7")}
-            assert said in reply.sync
+            assert problem in reply.sync
         assert [server.paused_s for server in (await made.servers()).servers] == paused
         assert await recovers(made, 11) <= {"0.0", "0.7", "0.11"}
         assert (await made.servers()).skipped == ["0.8", "0.9", "0.10"]
 
 
-async def test_g13_a_server_whose_load_fails_is_out_while_the_other_serves_the_new_version(tmp_path: Path) -> None:
+async def test_g13_a_server_whose_load_fails_is_ejected_while_the_other_serves_the_new_version(tmp_path: Path) -> None:
     async with deployment(tmp_path) as (made, _, _):
-        await on_seven(made)
+        await run_at_version_7(made)
         good, bad = made.addresses
         for n, fault in ((8, "fail"), (9, "mixed")):
             await post(bad, "/misbehave", {"load": fault})
             await made.announce(n)
             await made.until(lambda found, n=n: (found[good].state, found[good].version) == ("serving", f"0.{n}"))
             reply = await made.until(lambda found: found[bad].state == "ejected")
-            assert "nobody knows which weights it holds" in reply.servers[1].reason
+            assert "its weights are unknown" in reply.servers[1].reason
             await made.until_said(f"weight sync of version 0.{n} failed")
             assert (await get(bad, "/is_paused"))["is_paused"] is True
             await made.until_played(2)
             await post(bad, "/misbehave", {"slow_s": 0.02})
-            await made.until_served(n)  # by itself
+            await made.until_served(n)
         assert await recovers(made, 10) <= {"0.0", "0.7", "0.8", "0.9", "0.10"}
 
 
-async def test_g13_a_server_that_answers_too_late_is_out_and_comes_back_by_itself(tmp_path: Path) -> None:
+async def test_g13_a_server_that_answers_too_late_is_ejected_and_recovers(tmp_path: Path) -> None:
     async with deployment(tmp_path) as (made, _, _):
-        await on_seven(made)
+        await run_at_version_7(made)
         good, late = made.addresses
         await post(late, "/misbehave", {"load": "late", "load_s": LEASE_S + 0.5, "load_times": 1, "slow_s": 0.02})
         await made.announce(8)
@@ -98,11 +98,11 @@ async def test_g13_a_server_that_answers_too_late_is_out_and_comes_back_by_itsel
 PHASES = ["headrace_check", "/pause", "/update_weight_version", "headrace_load", "/resume"]
 
 
-async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_when_it_is_back(
+async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_after_a_restart(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, tapped=True) as (made, taps, orchestrator):
-        await on_seven(made, lease_s=300.0)  # no pause ends by itself
+        await run_at_version_7(made, lease_s=300.0)  # no pause lease ends during the test
         for n, phase in enumerate(PHASES, 8):
             await killed_at(phase, n, taps[0], made, orchestrator)
             await made.until_served(n)
@@ -111,7 +111,7 @@ async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_
 
 
 async def killed_at(phase: str, n: int, tap: Tap, made: Deployment, orchestrator: Process) -> None:
-    """Announce n, kill the orchestrator when it asks the first server for this, and start it again."""
+    """Announce version n, kill the orchestrator when this call reaches the first server, and restart it."""
     reached, gone = asyncio.Event(), asyncio.Event()
 
     async def hold(what: str) -> None:
@@ -130,9 +130,9 @@ async def killed_at(phase: str, n: int, tap: Tap, made: Deployment, orchestrator
 
 @contextmanager
 def learner(made: Deployment, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A learner process that does something with its client, and then stays."""
-    whole = f"import sys, time, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\ntime.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", whole, made.url, *arguments])
+    """A learner process that runs ``code`` with its client, and then keeps running."""
+    program = f"import sys, time, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", program, made.url, *arguments])
     try:
         yield process
     finally:
@@ -140,9 +140,9 @@ def learner(made: Deployment, code: str, *arguments: str) -> Iterator[subprocess
         process.wait(20)
 
 
-async def test_g13_an_update_goes_on_when_the_learner_is_killed_in_it(tmp_path: Path) -> None:
+async def test_g13_an_update_continues_when_the_learner_is_killed_during_it(tmp_path: Path) -> None:
     async with deployment(tmp_path, tapped=True) as (made, taps, _):
-        await on_seven(made)
+        await run_at_version_7(made)
         weights = made.write(8)
         reached, gone = asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The policy servers of a run, at the orchestrator: which there are, what each is at, and who is told."""
+"""Policy servers at a real orchestrator: a run's list, their states, and long polls for changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.orchestrator.policy_servers.doubles import double
 from tests.orchestrator.serving import Api, orchestrator
 
 PATH = "/v1/runs/run/servers"
-NOBODY = "http://127.0.0.1:9"
+UNUSED = "http://127.0.0.1:9"
 
 
 async def servers(api: Api, **query: Any) -> messages.PolicyServersReply:
@@ -28,7 +28,7 @@ async def servers(api: Api, **query: Any) -> messages.PolicyServersReply:
 async def until(
     api: Api, enough: Callable[[dict[str, messages.PolicyServerStatus]], bool]
 ) -> messages.PolicyServersReply:
-    """Wait for news until the servers are as they should be."""
+    """Wait until the servers satisfy ``enough``."""
     reply = await servers(api)
     end = time.monotonic() + 20
     while not enough({server.address: server for server in reply.servers}):
@@ -37,23 +37,23 @@ async def until(
     return reply
 
 
-async def test_the_servers_of_a_run_are_those_of_its_spec_and_each_is_looked_at(api: Api) -> None:
+async def test_the_servers_of_a_run_are_those_of_its_spec_and_each_is_probed(api: Api) -> None:
     async with double() as one, double() as two:
-        await api.create_run(policy={"endpoints": [f"{one}/", two, NOBODY]})
-        reply = await until(api, lambda found: all(server.state != "unknown" for server in found.values()))
+        await api.create_run(policy={"endpoints": [f"{one}/", two, UNUSED]})
+        reply = await until(api, lambda servers: all(server.state != "unknown" for server in servers.values()))
         shown = {server.address: (server.state, server.version) for server in reply.servers}
-        assert shown == {one: ("serving", "0.0"), two: ("serving", "0.0"), NOBODY: ("ejected", "")}
-        assert "nobody listens there" in reply.servers[2].reason
+        assert shown == {one: ("serving", "0.0"), two: ("serving", "0.0"), UNUSED: ("ejected", "")}
+        assert "nothing listens at this address" in reply.servers[2].reason
 
 
-async def test_a_run_without_endpoints_has_no_servers_and_is_given_none(api: Api) -> None:
+async def test_a_run_without_endpoints_has_no_servers_and_none_can_be_added(api: Api) -> None:
     await api.create_run()
-    problem = await api.ask("POST", PATH, {"address": NOBODY}, status=409)
+    problem = await api.ask("POST", PATH, {"address": UNUSED}, status=409)
     assert "policy.endpoints" in problem["hint"]
     assert (await servers(api)).servers == []
 
 
-async def test_servers_that_were_added_drained_or_removed_are_known_after_a_restart(data_dir: Path) -> None:
+async def test_added_drained_and_removed_servers_are_known_after_a_restart(data_dir: Path) -> None:
     async with double() as one, double() as two, double() as three:
         async with orchestrator(data_dir) as api:
             await api.create_run(policy={"endpoints": [one, two]})
@@ -61,60 +61,60 @@ async def test_servers_that_were_added_drained_or_removed_are_known_after_a_rest
             await api.ask("POST", f"{PATH}/drain", {"address": one})
             await api.ask("DELETE", PATH, {"address": two})
         async with orchestrator(data_dir) as api:
-            reply = await until(api, lambda found: all(server.state != "unknown" for server in found.values()))
+            reply = await until(api, lambda servers: all(server.state != "unknown" for server in servers.values()))
             assert {server.address: server.state for server in reply.servers} == {one: "draining", three: "serving"}
             await api.ask("POST", PATH, {"address": one})
-            await until(api, lambda found: found[one].state == "serving")
+            await until(api, lambda servers: servers[one].state == "serving")
 
 
-async def test_a_long_poll_is_answered_at_the_next_news_and_its_revision_grows(api: Api) -> None:
+async def test_a_long_poll_is_answered_at_the_next_revision(api: Api) -> None:
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
-        known = await until(api, lambda found: found[one].state == "serving")
+        known = await until(api, lambda servers: servers[one].state == "serving")
         waiting = asyncio.create_task(servers(api, revision=known.revision, wait_s=20))
         await asyncio.sleep(0)
         await api.ask("POST", f"{PATH}/drain", {"address": one})
-        news = await waiting
-        assert news.servers[0].state == "draining"
-        assert news.revision > known.revision
-        assert (await servers(api, revision=news.revision, wait_s=0.01)).revision == news.revision
+        changed = await waiting
+        assert changed.servers[0].state == "draining"
+        assert changed.revision > known.revision
+        assert (await servers(api, revision=changed.revision, wait_s=0.01)).revision == changed.revision
 
 
-async def test_a_server_that_dies_is_ejected_and_comes_back_by_itself(api: Api) -> None:
+async def test_a_server_that_dies_is_ejected_and_returns_when_it_answers(api: Api) -> None:
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
-        await until(api, lambda found: found[one].state == "serving")
-    reply = await until(api, lambda found: found[one].state == "ejected")
-    told = (await api.ask("GET", "/v1/runs/run"))["reasons"][0]
-    assert (told["code"], one in told["message"]) == ("no-policy-servers", True)
+        await until(api, lambda servers: servers[one].state == "serving")
+    reply = await until(api, lambda servers: servers[one].state == "ejected")
+    reason = (await api.ask("GET", "/v1/runs/run"))["reasons"][0]
+    assert (reason["code"], one in reason["message"]) == ("no-policy-servers", True)
     async with double(int(one.rsplit(":", 1)[1])):
-        again = await until(api, lambda found: found[one].state == "serving")
+        again = await until(api, lambda servers: servers[one].state == "serving")
         assert again.revision > reply.revision
 
 
-async def test_a_server_whose_answers_do_not_end_is_ejected_and_says_so(
+async def test_a_server_with_an_endless_response_is_ejected_with_the_reason(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MAX_ANSWER_BYTES", 5)
+    monkeypatch.setattr(calls, "MAX_RESPONSE_BYTES", 5)
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
-        reply = await until(api, lambda found: found[one].state == "ejected")
+        reply = await until(api, lambda servers: servers[one].state == "ejected")
         assert "longer than 5 bytes" in reply.servers[0].reason
 
 
-async def test_a_server_that_the_run_does_not_have_is_named_and_so_is_what_is_no_address(api: Api) -> None:
+async def test_an_unknown_server_and_an_invalid_address_are_refused_by_name(api: Api) -> None:
     await api.create_run()
-    problem = await api.ask("POST", f"{PATH}/drain", {"address": NOBODY}, status=404)
-    assert (problem["code"], NOBODY in problem["detail"]) == ("unknown-server", True)
-    assert (await api.ask("DELETE", PATH, {"address": NOBODY}, status=404))["code"] == "unknown-server"
+    problem = await api.ask("POST", f"{PATH}/drain", {"address": UNUSED}, status=404)
+    assert (problem["code"], UNUSED in problem["detail"]) == ("unknown-server", True)
+    assert (await api.ask("DELETE", PATH, {"address": UNUSED}, status=404))["code"] == "unknown-server"
     problem = await api.ask("POST", PATH, {"address": "127.0.0.1:8000"}, status=400)
     assert "not the address of a policy server" in problem["detail"]
 
 
-async def test_a_closed_run_has_no_servers_any_more(api: Api) -> None:
+async def test_a_closed_run_has_no_servers(api: Api) -> None:
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
-        known = await until(api, lambda found: found[one].state == "serving")
+        known = await until(api, lambda servers: servers[one].state == "serving")
         waiting = asyncio.create_task(servers(api, revision=known.revision, wait_s=20))
         await api.ask("POST", "/v1/runs/run/close")
         assert (await waiting).servers == []

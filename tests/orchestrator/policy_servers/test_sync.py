@@ -1,4 +1,4 @@
-"""Weights of new versions get into policy servers under running episodes: none is lost, and versions are true."""
+"""Weight syncs during running episodes: no episode is lost, and every recorded version is true."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def weights(address: str) -> bytes:
 
 
 @pytest.mark.parametrize(("order", "pause"), [("together", "keep"), ("rolling", "wait"), ("together", "abort")])
-async def test_ten_updates_under_load_lose_no_episode_and_every_turn_says_what_sampled_it(
+async def test_ten_updates_under_load_lose_no_episode_and_every_turn_records_its_true_version(
     tmp_path: Path, order: str, pause: str
 ) -> None:
     async with deployment(tmp_path) as (made, _, _):
@@ -34,7 +34,7 @@ async def test_ten_updates_under_load_lose_no_episode_and_every_turn_says_what_s
         assert (await made.servers()).skipped == []
 
 
-async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_older_one_leaves_it_alone(
+async def test_the_newest_run_with_weights_loads_a_shared_server_and_an_older_run_leaves_it_alone(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, servers=1) as (made, _, _):
@@ -54,14 +54,14 @@ async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_olde
         await made.until_served(1)
 
 
-async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_that_announced_none(
+async def test_weights_of_another_run_are_not_a_version_of_a_run_that_announced_none(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, servers=1, slow_s=0.2) as (made, _, _):
         (address,) = made.addresses
         first = await weights(address)
         await made.create_run()
-        await made.until_played(SLOTS)  # and more are under way, whose turns go on when the pause is over
+        await made.until_played(SLOTS)  # more are running, and their turns continue after the pause
         spec = {"name": "newer", "pool": "empty", "environments": [{"id": "test:Echo"}]}
         await made.api.ask("POST", "/v1/runs", {**spec, "policy": {"endpoints": made.addresses}}, status=201)
         newer = messages.VersionRequest(version="0.1", weights=made.write(1))
@@ -80,7 +80,7 @@ async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_
         assert await made.check_truth() == {"0.0"}
 
 
-async def test_weights_that_another_run_left_under_the_same_version_are_replaced(tmp_path: Path) -> None:
+async def test_weights_of_another_run_with_the_same_version_are_replaced(tmp_path: Path) -> None:
     async with deployment(tmp_path, servers=1) as (made, _, _):
         await made.create_run()
         await made.announce(1)

@@ -1,4 +1,4 @@
-"""Metrics of servers, read as a load."""
+"""The load of a server, read from vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adap
 """
 
 
-def test_the_engines_of_a_server_count_together_and_of_the_kv_cache_the_fullest():
+def test_the_load_is_the_sum_over_the_engines_with_the_kv_cache_of_the_fullest():
     assert read_load(TWO_ENGINES) == Load(
         running=22, waiting=3, kv_cache_used=0.75, completed=42, preemptions=2, tokens=4096, max_adapters=2
     )
@@ -53,6 +53,6 @@ def test_a_server_without_vllms_gauges_has_no_load():
     assert read_load("<html>Not here</html>") is None
 
 
-def test_a_line_that_cannot_be_read_raises():
+def test_an_unreadable_line_raises():
     with pytest.raises(ValueError, match=r"."):
         read_load("vllm:num_requests_running{engine=")
