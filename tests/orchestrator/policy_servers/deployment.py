@@ -67,7 +67,7 @@ async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
     """Run a tap in front of a double; yields it and its address."""
     made = Tap(behind)
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.response)
+    app.router.add_route("*", "/{path:.*}", made.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
