@@ -21,15 +21,14 @@ The protocol is that of Gymnasium and GEM, so that their environments work uncha
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import msgspec
 
 from headrace.assets import Image
+from headrace.common.registry import installed
 from headrace.errors import InvalidRequest, UnknownEnvironment
 from headrace.trajectory import ContentPart
 
@@ -136,7 +135,7 @@ def register(environment_id: str, factory: EnvironmentFactory | str) -> None:
 
 def registered() -> list[str]:
     """All ids that ``make`` knows, including those of installed packages."""
-    return sorted({*_registry, *_entry_points()})
+    return sorted({*_registry, *installed(ENTRY_POINT_GROUP)})
 
 
 def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvironment:
@@ -158,14 +157,9 @@ def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvir
 
 def _find(key: str) -> EnvironmentFactory | None:
     factory = _registry.get(key)
-    if factory is None and key in (points := _entry_points()):
+    if factory is None and key in (points := installed(ENTRY_POINT_GROUP)):
         factory = points[key].load()
     if isinstance(factory, str):
         module, _, name = factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
     return cast("EnvironmentFactory | None", factory)
-
-
-@functools.cache
-def _entry_points() -> Mapping[str, Any]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

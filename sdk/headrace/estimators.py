@@ -14,14 +14,13 @@ the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.registry import Registry
 from headrace.errors import InvalidRequest
 from headrace.moments import ROUNDING_LEVEL, Moments
 
@@ -162,36 +161,20 @@ def _per_turn(inputs: Inputs, values: F64) -> F64:
     return np.repeat(values, np.diff(inputs.experience.offsets))
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "reinforce": Estimator(_returns),
-    "rebn": Estimator(_returns, whiten=True),
-    "grpo": Estimator(_normalized),
-    "dr_grpo": Estimator(_centred),
-    "rloo": Estimator(_leave_one_out),
-    "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True),
-    "reinforce_pp_baseline": Estimator(_centred, whiten=True, by_tokens=True),
-}
+ESTIMATORS = Registry(
+    "estimator",
+    ENTRY_POINT_GROUP,
+    {
+        "reinforce": Estimator(_returns),
+        "rebn": Estimator(_returns, whiten=True),
+        "grpo": Estimator(_normalized),
+        "dr_grpo": Estimator(_centred),
+        "rloo": Estimator(_leave_one_out),
+        "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True),
+        "reinforce_pp_baseline": Estimator(_centred, whiten=True, by_tokens=True),
+    },
+)
 """The estimators of Headrace. GAE needs the learner's values, and is a separate function."""
-
-
-def estimator_names() -> list[str]:
-    """The names of all estimators, including those of installed packages."""
-    return [*ESTIMATORS, *sorted(_entry_points().keys() - ESTIMATORS.keys())]
-
-
-def find_estimator(name: str) -> Estimator:
-    """The estimator of that name. Raises InvalidRequest."""
-    found = ESTIMATORS.get(name)
-    if found is None and name in (points := _entry_points()):
-        found = points[name].load()
-    if found is None:
-        raise InvalidRequest(f"No estimator {name!r}.", hint=f"Known: {', '.join(estimator_names())}.")
-    return found
-
-
-@functools.cache
-def _entry_points() -> dict[str, Any]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
@@ -232,7 +215,7 @@ def advantages(
     estimators that always weight by tokens override it. Raises InvalidRequest for an unknown estimator, and for ddof 1
     with token weighting.
     """
-    estimator = find_estimator(name)
+    estimator = ESTIMATORS.find(name)
     if estimator.by_tokens:
         weighting = "token"
     if weighting == "token" and ddof and estimator.whiten:

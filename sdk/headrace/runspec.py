@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from headrace.common.registry import Registry
 from headrace.errors import InvalidRequest, InvalidRunSpec
-from headrace.estimators import NONE, estimator_names, find_estimator
-from headrace.selection import find_selection_rule, selection_rule_names
+from headrace.estimators import ESTIMATORS, NONE
+from headrace.selection import SELECTION_RULES
 from headrace.wire.policy_server import DNS_PREFIX, canonical_address
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -105,8 +106,16 @@ class TaskSpec(_Model):
     """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
 
 
+def _require_registered(registry: Registry[Any], name: str) -> str:
+    try:
+        registry.find(name)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from error
+    return name
+
+
 def _estimator_names(schema: dict[str, Any]) -> None:
-    schema["enum"] = [NONE, *estimator_names()]
+    schema["enum"] = [NONE, *ESTIMATORS.names()]
 
 
 class EstimatorSpec(_Model):
@@ -126,16 +135,11 @@ class EstimatorSpec(_Model):
     @field_validator("name")
     @classmethod
     def _name_is_known(cls, value: str) -> str:
-        if value != NONE:
-            try:
-                find_estimator(value)
-            except InvalidRequest as error:
-                raise ValueError(str(error)) from error
-        return value
+        return value if value == NONE else _require_registered(ESTIMATORS, value)
 
     @model_validator(mode="after")
     def _ddof_fits(self) -> Self:
-        token = self.weighting == "token" or (self.name != NONE and find_estimator(self.name).by_tokens)
+        token = self.weighting == "token" or (self.name != NONE and ESTIMATORS.find(self.name).by_tokens)
         if token and self.ddof != 0:
             raise ValueError("ddof must be 0 with token weighting: token counts are weights, not samples")
         return self
@@ -365,7 +369,7 @@ class RetrySpec(_Model):
 
 
 def _selection_rule_names(schema: dict[str, Any]) -> None:
-    schema["enum"] = selection_rule_names()
+    schema["enum"] = SELECTION_RULES.names()
 
 
 class SelectionSpec(_Model):
@@ -381,11 +385,7 @@ class SelectionSpec(_Model):
     @field_validator("order")
     @classmethod
     def _order_is_known(cls, value: str) -> str:
-        try:
-            find_selection_rule(value)
-        except InvalidRequest as error:
-            raise ValueError(str(error)) from error
-        return value
+        return _require_registered(SELECTION_RULES, value)
 
 
 class RunSpec(_Model):

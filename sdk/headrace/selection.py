@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
-from headrace.errors import InvalidRequest
+from headrace.common.registry import Registry
 
 ENTRY_POINT_GROUP = "headrace.selection"
 """Each entry point of this group names a ``SelectionRule``; the entry point's name is the rule's."""
@@ -39,30 +37,14 @@ class SelectionRule(NamedTuple):
     weight: Callable[[float, float], float] | None = None
 
 
-SELECTION_RULES: dict[str, SelectionRule] = {
-    "fifo": SelectionRule(lambda groups: groups.in_order()),
-    "lifo": SelectionRule(lambda groups: groups.in_order(backwards=True)),
-    "uniform": SelectionRule(lambda groups: groups.drawn()),
-    "prioritized": SelectionRule(lambda groups: groups.drawn(), lambda priority, exponent: priority**exponent),
-}
+SELECTION_RULES = Registry(
+    "selection rule",
+    ENTRY_POINT_GROUP,
+    {
+        "fifo": SelectionRule(lambda groups: groups.in_order()),
+        "lifo": SelectionRule(lambda groups: groups.in_order(backwards=True)),
+        "uniform": SelectionRule(lambda groups: groups.drawn()),
+        "prioritized": SelectionRule(lambda groups: groups.drawn(), lambda priority, exponent: priority**exponent),
+    },
+)
 """The rules of Headrace."""
-
-
-def selection_rule_names() -> list[str]:
-    """The names of all rules, including those of installed packages."""
-    return [*SELECTION_RULES, *sorted(_entry_points().keys() - SELECTION_RULES.keys())]
-
-
-def find_selection_rule(name: str) -> SelectionRule:
-    """The rule of that name. Raises InvalidRequest."""
-    found = SELECTION_RULES.get(name)
-    if found is None and name in (points := _entry_points()):
-        found = points[name].load()
-    if found is None:
-        raise InvalidRequest(f"No selection rule {name!r}.", hint=f"Known: {', '.join(selection_rule_names())}.")
-    return found
-
-
-@functools.cache
-def _entry_points() -> dict[str, Any]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

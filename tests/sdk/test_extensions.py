@@ -59,14 +59,14 @@ def test_other_packages_add_rules_by_the_entry_point_group(installed: Path) -> N
     out = printed_by(
         """
         from headrace import RunSpec
-        from headrace.selection import find_selection_rule
+        from headrace.selection import SELECTION_RULES
 
         class Groups:
             def in_order(self, *, backwards=False):
                 return iter("ba" if backwards else "ab")
 
         order = RunSpec(name="a", selection={"order": "newest"}).selection.order
-        print(*find_selection_rule(order).order(Groups()))
+        print(*SELECTION_RULES.find(order).order(Groups()))
         print("newest" in RunSpec.model_json_schema()["$defs"]["SelectionSpec"]["properties"]["order"]["enum"])
         """,
         installed,

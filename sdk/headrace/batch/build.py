@@ -28,6 +28,7 @@ from headrace.batch.manifest import (
     MomentSet,
 )
 from headrace.estimators import (
+    ESTIMATORS,
     F64,
     I64,
     NONE,
@@ -35,7 +36,6 @@ from headrace.estimators import (
     Weighting,
     advantages,
     episode_rewards,
-    find_estimator,
     group_statistics,
     returns_to_go,
 )
@@ -105,7 +105,7 @@ def compute(
     """Compute manifest and columns of these groups. Arguments and errors are those of ``build_head``."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
-    by_tokens = estimator.name != NONE and find_estimator(estimator.name).by_tokens
+    by_tokens = estimator.name != NONE and ESTIMATORS.find(estimator.name).by_tokens
     weighting: Weighting = "token" if by_tokens else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
     ranges = [_version_ranges(group) for group in groups]

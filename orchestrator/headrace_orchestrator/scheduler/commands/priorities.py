@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from headrace.errors import Conflict, InvalidRequest
-from headrace.selection import find_selection_rule
+from headrace.selection import SELECTION_RULES
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.apply.transition_table import emit
@@ -26,7 +26,7 @@ def set_priorities(
 ) -> messages.PrioritiesReply:
     """Set the priorities of groups in flight; raises Conflict or InvalidRequest."""
     order = run.spec.selection.order
-    if find_selection_rule(order).weight is None:
+    if SELECTION_RULES.find(order).weight is None:
         raise Conflict(
             f"Run {run.name} selects groups {order}: priorities would have no effect.",
             hint="Create the run with selection = {'order': 'prioritized'}.",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-from headrace.selection import find_selection_rule
+from headrace.selection import SELECTION_RULES
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
@@ -27,7 +27,7 @@ def choose(run: Run, filter: GroupFilter) -> list[Group]:
     room = _room(run, filter)
     if not last and run.eligible.count(filter) < room.groups:
         return []
-    rule = find_selection_rule(run.spec.selection.order)
+    rule = SELECTION_RULES.find(run.spec.selection.order)
     with closing(_Eligible(run, filter)) as groups:
         taken, enough = _fill(room, rule.order(groups))
     return taken if enough or last else []

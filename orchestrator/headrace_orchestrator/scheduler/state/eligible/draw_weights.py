@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from headrace.runspec import SelectionSpec
-from headrace.selection import find_selection_rule
+from headrace.selection import SELECTION_RULES
 from headrace_orchestrator.scheduler.state.groups import Group
 
 MIN_PRIORITY = 1e-6
@@ -26,7 +26,7 @@ def equal_weight(group: Group) -> int:
 def weight_function(selection: SelectionSpec) -> Callable[[Group], int]:
     """The function that computes a group's weight from its priority by the run's rule; the same weight for all where
     the rule uses no priorities."""
-    weight, exponent = find_selection_rule(selection.order).weight, selection.exponent
+    weight, exponent = SELECTION_RULES.find(selection.order).weight, selection.exponent
     if weight is None:
         return equal_weight
     return lambda group: max(1, int(math.ldexp(weight(group.priority, exponent), _BITS)))
