@@ -182,7 +182,7 @@ class OrchestratorApp:
 
     def _authorize(self, header: Callable[[bytes], str], route: Route) -> None:
         """Raise Unauthorized or Forbidden."""
-        self._auth.refuse_pages(header)
+        self._auth.refuse_web_pages(header)
         self._auth.check(header(b"authorization"), route.roles)
 
     async def _response(self, route: Route, request: HttpRequest) -> HttpResponse:

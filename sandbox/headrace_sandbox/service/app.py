@@ -111,7 +111,7 @@ class App:
             try:
                 headers = dict(scope["headers"])
                 route, roles, handler = self._find(scope["method"], scope["path"])
-                self._auth.refuse_pages(lambda name: headers.get(name, b"").decode("latin-1"))
+                self._auth.refuse_web_pages(lambda name: headers.get(name, b"").decode("latin-1"))
                 self._auth.check(headers.get(b"authorization", b"").decode("latin-1"), roles)
                 body = await _read_body(receive, self._max_body_bytes)
                 watch.begin()

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import InvalidRequest
-
-I64 = npt.NDArray[np.int64]
+from headrace.estimators import I64
 
 
 def pack_bins(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from headrace.batch.manifest import Manifest, Shard
 from headrace.errors import InvalidRequest
-from headrace.estimators import F64
+from headrace.estimators import F64, I64
 from headrace.trajectory import SCHEMA
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.codec import Buffer
@@ -145,6 +145,11 @@ def read_advantages(buffer: Buffer, trajectory: str) -> list[RowAdvantages]:
             )
         )
     return rows
+
+
+def offsets_of(sizes: npt.ArrayLike) -> I64:
+    """Offsets i64[n + 1] of n consecutive parts with these sizes."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))
 
 
 def _view_column(view: memoryview, column: Column, start: int, end: int) -> npt.NDArray[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.batch.bins import pack_bins
-from headrace.batch.body import PER_ROW, pack_head
+from headrace.batch.body import PER_ROW, offsets_of, pack_head
 from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
 from headrace.batch.manifest import (
     DISPATCH_ORDER,
@@ -30,7 +30,6 @@ from headrace.batch.manifest import (
 from headrace.estimators import (
     ESTIMATORS,
     F64,
-    I64,
     NONE,
     Estimate,
     Weighting,
@@ -158,17 +157,17 @@ def _columns(
         "turn_weights": tokens.astype(np.float64) if weighting == "token" else np.ones(len(at)),
         "rewards": strands.experience.rewards[at],
         "turn_tokens": tokens,
-        "row_turn_offsets": _offsets(strands.row_turn_counts),
+        "row_turn_offsets": offsets_of(strands.row_turn_counts),
         **{name: getattr(strands, name) for name in PER_ROW if name in Strands._fields},
         **_strand_columns(strands),
-        "record_offsets": _offsets([size for group in groups for _, size in group.members]),
+        "record_offsets": offsets_of([size for group in groups for _, size in group.members]),
     }
 
 
 def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
     """Columns that describe the whole strand of each row."""
     experience = strands.experience
-    first_turns = strands.row_turns[_offsets(strands.row_turn_counts)[:-1]]
+    first_turns = strands.row_turns[offsets_of(strands.row_turn_counts)[:-1]]
     strand = np.searchsorted(experience.offsets, first_turns, side="right") - 1
     leads = np.zeros(len(strand), np.int64)
     leads[np.unique(strand, return_index=True)[1]] = 1
@@ -245,7 +244,3 @@ def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | N
         returns_by_token=Moments.of(returns[at], experience.tokens[at]),
         rewards=Moments.of(totals),
     )
-
-
-def _offsets(sizes: npt.ArrayLike) -> I64:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch.body import PER_ROW, PER_TURN, Columns, ParsedHead, pack_head
+from headrace.batch.body import PER_ROW, PER_TURN, Columns, ParsedHead, offsets_of, pack_head
 from headrace.batch.manifest import Manifest, MomentSet, Shard, ShardPart
 from headrace.errors import InvalidRequest
 from headrace.estimators import I64
@@ -72,9 +72,9 @@ class ShardedBatch:
         records = np.unique(columns["row_trajectory"][rows])
         return {
             **{name: columns[name][turns] for name in PER_TURN if name in columns},
-            "row_turn_offsets": _offsets(np.diff(columns["row_turn_offsets"])[rows]),
+            "row_turn_offsets": offsets_of(np.diff(columns["row_turn_offsets"])[rows]),
             **{name: columns[name][rows] for name in PER_ROW},
-            "record_offsets": _offsets(np.diff(columns["record_offsets"])[records]),
+            "record_offsets": offsets_of(np.diff(columns["record_offsets"])[records]),
             "row_number": rows,
             "record_number": records,
         }
@@ -116,8 +116,6 @@ def _moments(columns: Columns, rows: npt.NDArray[np.bool_]) -> MomentSet:
 
 def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
     """The first disagreement of a shard with its columns or the manifest; empty if there is none."""
-    if shard.number >= len(shard.parts):
-        return f"it states that it is shard {shard.number} of {len(shard.parts)}"
     for name in _COUNTED:
         total, stated = sum(getattr(part, name) for part in shard.parts), getattr(manifest.counts, name)
         if total != stated:
@@ -146,7 +144,3 @@ def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str
 def _merged(parts: Any) -> MomentSet:
     found = list(parts)
     return MomentSet(**{name: merge_all(getattr(part, name) for part in found) for name in MomentSet.__struct_fields__})
-
-
-def _offsets(sizes: npt.ArrayLike) -> I64:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))

@@ -1,19 +1,19 @@
-"""Who may do what: bearer tokens with roles.
+"""Authorization of requests: bearer tokens with roles.
 
 * A loopback bind needs no tokens; any other bind without tokens is refused at start.
-* Tokens come from a file; they are compared by digest, in constant time. Each stands there once.
+* Tokens come from a file, and are compared by digest in constant time. One token under two names is refused.
 * A browser may send its token as the password of basic auth.
-* Without tokens the service obeys programs, not web pages: another origin, another host, or a body of a type that any
-  page may send is refused.
+* Without tokens the service accepts requests of programs, not of web pages: it refuses those with another origin or
+  host, or with a body of a type that any page may send.
 
-The file is TOML, one table for each token::
+The file is TOML, with one table for each token::
 
     [[tokens]]
     name = "trainer"
     roles = ["learner"]
     token = "..."            # or: sha256 = "<hex digest of the token>"
 
-Roles: ``learner``, ``worker``, ``sandbox``, ``viewer``, and ``admin``, who may do everything.
+Roles: ``learner``, ``worker``, ``sandbox``, ``viewer``, and ``admin``, which has access to every route.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ Role = Literal["learner", "worker", "sandbox", "viewer", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 MIN_TOKEN_LENGTH = 16
-"""Shorter tokens can be guessed over the network."""
-
+"""Fewest characters of a token: shorter ones can be guessed over the network."""
 
 BODY_TYPES = frozenset({"application/json", "application/msgpack", RECORDS_MEDIA_TYPE, "application/octet-stream"})
-"""Types of request bodies. A browser asks before it sends one of them elsewhere than to the page's own origin."""
+"""Types of request bodies. A browser sends them to another origin than the page's only if that origin allows it."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,71 +70,75 @@ class Auth:
         self._tokens = tokens
 
     def check(self, authorization: str, roles: Set[Role]) -> None:
-        """Raises Unauthorized or Forbidden unless the header's token has one of the roles. No roles: open to all."""
+        """Raise Unauthorized or Forbidden unless the header's token has one of the roles. No roles: open to all."""
         if self._tokens is None or not roles:
             return
-        token = self._find(_presented(authorization))
+        token = self._find(_token_in(authorization))
         if "admin" not in token.roles and not token.roles & roles:
             raise Forbidden(
                 f"The token {token.name!r} has the role {' and '.join(sorted(token.roles))}; "
-                f"this needs {' or '.join(sorted(roles | {'admin'}))}.",
-                hint="Use a token of that role.",
+                f"this route needs {' or '.join(sorted(roles | {'admin'}))}.",
+                hint="Use a token with that role.",
             )
 
-    def refuse_pages(self, header: Callable[[bytes], str]) -> None:
-        """Raises Forbidden for what a web page may have a browser send to a service that asks for no token. ``header``
-        gives a request header, or the empty string."""
+    def refuse_web_pages(self, header: Callable[[bytes], str]) -> None:
+        """Raise Forbidden for a request that a web page can make a browser send, if the service has no tokens.
+
+        ``header`` returns a header of the request, or an empty string.
+        """
         if self._tokens is not None:
             return
         host, origin = header(b"host"), header(b"origin")
-        if host and not _is_here(host):
+        if host and not _is_loopback_host(host):
             raise Forbidden(
-                f"Without tokens this service answers to its loopback address only, not to {host!r}.",
+                f"Without tokens this service accepts only requests to its loopback address, not to {host!r}.",
                 hint="Use http://127.0.0.1 with the port, or give the service a token file with --tokens.",
             )
         if origin and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             raise Forbidden(
-                f"Without tokens this service does not obey pages of another origin ({origin!r}).",
+                f"Without tokens this service refuses requests of web pages of another origin ({origin!r}).",
                 hint="Give the service a token file with --tokens, and send a token.",
             )
         media_type = header(b"content-type").partition(";")[0].strip().lower()
         has_body = header(b"content-length") not in ("", "0") or bool(header(b"transfer-encoding"))
         if has_body and media_type not in BODY_TYPES:
             raise Forbidden(
-                f"Without tokens this service reads no body of type {media_type or 'unknown'!r}.",
+                f"Without tokens this service refuses a body of type {media_type or 'unknown'!r}.",
                 hint="Send the header 'Content-Type: application/json'.",
             )
 
-    def _find(self, presented: str) -> _Token:
-        digest = hashlib.sha256(presented.encode()).digest()
-        found = None
-        for token in self._tokens or ():  # all of them, so that the time says nothing
+    def _find(self, text: str) -> _Token:
+        digest = hashlib.sha256(text.encode()).digest()
+        match = None
+        for token in self._tokens or ():  # all of them, so that the time taken reveals nothing
             if hmac.compare_digest(token.digest, digest):
-                found = token
-        if not presented or found is None:
+                match = token
+        if not text or match is None:
             raise Unauthorized(
-                "This service does not know the token." if presented else "This service asks for a bearer token.",
+                "The token is unknown to this service." if text else "This service needs a bearer token.",
                 hint="Send 'Authorization: Bearer <token>' with a token from the service's token file. Commands, "
                 "workers and clients take it from HEADRACE_TOKEN, for a sandbox service from HEADRACE_SANDBOX_TOKEN.",
             )
-        return found
+        return match
 
 
 def load_auth(tokens: Path | None, host: str) -> Auth:
-    """The auth of a service that binds ``host``, with a token file or none. Raises SetupError for an open bind without
-    tokens, or an unreadable file."""
+    """The authorization of a service that binds ``host``; ``tokens`` is its token file, if any.
+
+    Raises SetupError for a bind other than loopback without tokens, or for an invalid file.
+    """
     if tokens is not None:
-        return Auth(_read(tokens))
+        return Auth(_read_tokens(tokens))
     if not is_loopback(host):
         raise SetupError(
-            f"Binding {host} would let the network in, and no tokens are set.",
+            f"Binding {host} would open the service to the network, but no tokens are set.",
             hint="Give a token file with --tokens, or bind 127.0.0.1.",
         )
     return Auth(None)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the name or address means this machine only."""
+    """True if the name or address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -145,26 +148,26 @@ def is_loopback(host: str) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_here(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
 
 
-def _presented(authorization: str) -> str:
+def _token_in(authorization: str) -> str:
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-        except ValueError as error:  # not base64, or no text
-            raise Unauthorized("The Authorization header is not readable.", hint="Send a bearer token.") from error
+        except ValueError as error:  # not base64, or not text
+            raise Unauthorized("The Authorization header cannot be read.", hint="Send a bearer token.") from error
     return ""
 
 
-def _read(file: Path) -> list[_Token]:
+def _read_tokens(file: Path) -> list[_Token]:
     try:
         entries = msgspec.toml.decode(file.read_bytes(), type=_File).tokens
     except OSError as error:
@@ -176,16 +179,16 @@ def _read(file: Path) -> list[_Token]:
         ) from error
     if not entries:
         raise SetupError(f"The token file {file} holds no token.", hint="Add a [[tokens]] table.")
-    found: dict[bytes, _Token] = {}
+    tokens: dict[bytes, _Token] = {}
     for entry in entries:
         digest = _digest(file, entry)
-        if digest in found:
+        if digest in tokens:
             raise SetupError(
-                f"The tokens {found[digest].name!r} and {entry.name!r} in {file} are the same.",
-                hint="Give one table all roles of a token.",
+                f"The tokens {tokens[digest].name!r} and {entry.name!r} in {file} are the same.",
+                hint="List all roles of a token in one table.",
             )
-        found[digest] = _Token(digest, entry.name, frozenset(entry.roles))
-    return list(found.values())
+        tokens[digest] = _Token(digest, entry.name, frozenset(entry.roles))
+    return list(tokens.values())
 
 
 def _digest(file: Path, entry: _Entry) -> bytes:

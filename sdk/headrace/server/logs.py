@@ -1,7 +1,7 @@
 """Structured logs of a process: JSON lines for machines, readable lines on a terminal.
 
-* Lines of libraries (uvicorn, asyncio) come out in the same form.
-* Tracebacks show no values of variables: a token may be among them.
+* Lines of libraries (uvicorn, asyncio) have the same form.
+* Tracebacks show no values of variables, since one of them may be a token.
 * Requests are counted in metrics, not logged one by one.
 """
 
@@ -19,7 +19,7 @@ LogFormat = Literal["auto", "json", "text"]
 
 
 def configure(level: str, form: LogFormat = "json", stream: TextIO | None = None) -> None:
-    """Send all log lines of this process from ``level`` on to ``stream`` (default: standard error)."""
+    """Write the log lines of this process at ``level`` or above to ``stream`` (default: standard error)."""
     out = stream or sys.stderr
     readable = form == "text" or (form == "auto" and out.isatty())
     shared: list[Processor] = [
@@ -60,6 +60,6 @@ def _json() -> list[Processor]:
 
 
 def logger(name: str) -> FilteringBoundLogger:
-    """A logger; bind ``run=``, ``episode=``, ``attempt=`` where known."""
+    """A logger of that name. Bind ``run=``, ``episode=`` and ``attempt=`` to it where they are known."""
     bound: FilteringBoundLogger = structlog.get_logger(name)
     return bound

@@ -1,9 +1,9 @@
-"""The process of an HTTP service: its event loop, its signals, the port that it listens on, uvicorn.
+"""The process of an HTTP service: its event loop, signals, listening port and HTTP server.
 
-* A uvicorn that is too old or too new is refused with what to install.
-* SIGTERM and SIGINT set an event, and the service stops in order.
-* A port that is in use, or that cannot be bound, is refused with what to do.
-* A stop lets open requests end for a while, and then closes the connections that are left.
+* An unsupported version of uvicorn is refused, with the versions to install.
+* SIGTERM and SIGINT set an event, on which the service stops in order.
+* A port that is in use or cannot be bound is refused, with a hint.
+* A stop waits some time for open requests, and then closes the remaining connections.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from headrace.server.request_timeouts import RequestTimeouts
 from headrace.server.uvicorn_protocol import HttpProtocol, HttpServer, require_supported_uvicorn
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: a whole fleet reconnects at once after a restart."""
+"""Most connections waiting to be accepted: after a restart a whole fleet reconnects at once."""
 
 KEEP_ALIVE_S = 75
-"""Idle connections are kept this long: longer than the longest poll, and than clients keep theirs, so that none is
-closed under a request."""
+"""Seconds that an idle connection is kept: longer than the longest poll, and longer than clients reuse a connection, so
+that none is closed while a request is on its way."""
 
 
 def run_until_signal(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run ``serve`` in an event loop of its own. It is given an event that SIGTERM and SIGINT set. Raises SetupError
-    for a uvicorn that is not supported."""
+    """Run ``serve`` in a new event loop. Its argument is an event that SIGTERM and SIGINT set.
+
+    Raises SetupError for an unsupported version of uvicorn.
+    """
     require_supported_uvicorn()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(serve))
@@ -48,8 +50,10 @@ async def _with_signals(serve: Callable[[asyncio.Event], Coroutine[Any, Any, Non
 
 
 def listen(host: str, port: int, *, option: str) -> socket.socket:
-    """A TCP socket that listens there; port 0 lets the system choose. ``option`` is the command line's for the port, as
-    hints name it. Raises SetupError."""
+    """A TCP socket that listens on the port; 0 lets the system choose one.
+
+    ``option`` is the command line option that sets the port, for hints. Raises SetupError.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,7 +70,7 @@ def listen(host: str, port: int, *, option: str) -> socket.socket:
             ) from error
         raise SetupError(
             f"Port {port} on {host} cannot be bound: {error.strerror}.",
-            hint=f"Check the address, and {option}; ports below 1024 need privileges.",
+            hint=f"Check the address and {option}; ports below 1024 need privileges.",
         ) from error
     return listener
 
@@ -75,14 +79,16 @@ def listen(host: str, port: int, *, option: str) -> socket.socket:
 async def http_server(
     app: Any, listener: socket.socket, *, request_timeout_s: float, shutdown_timeout_s: float
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve the ASGI application in this event loop; gives a task that is done if serving ends by itself. A request
-    must be here whole within ``request_timeout_s`` seconds. Leaving the block stops it: open requests get
-    ``shutdown_timeout_s`` seconds to end."""
+    """Serve the ASGI application in this event loop during the block. Yields a task that ends if the server does.
+
+    A request must arrive completely within ``request_timeout_s`` seconds. At the end open requests have
+    ``shutdown_timeout_s`` seconds to finish.
+    """
     protocol = functools.partial(HttpProtocol, RequestTimeouts(idle_s=KEEP_ALIVE_S, request_s=request_timeout_s))
     server = HttpServer(
         uvicorn.Config(
             app,
-            http=protocol,  # type: ignore[arg-type]  # it is called as a class is
+            http=protocol,  # type: ignore[arg-type]  # called like a class
             ws="none",
             lifespan="off",
             log_config=None,
@@ -100,5 +106,5 @@ async def http_server(
     finally:
         server.should_exit = True
         await asyncio.wait({task})
-        server.abort_connections()  # of clients that did not read their answer in time
+        server.abort_connections()  # of clients that did not read their response in time
     task.result()

@@ -1,8 +1,8 @@
-"""Timeouts of a connection for the requests of its client.
+"""Timeouts of a server's connection while it waits for a request.
 
-* A connection on which no request begins is closed after a while: one that a client opened and forgot.
-* A connection whose request is not here whole in time is closed: a body that never ends.
-* A request that is here whole is answered, however long that takes, and costs no timer.
+* A connection on which no request begins in time is closed.
+* A connection whose request does not arrive completely in time is closed.
+* A complete request needs no timer, however long its response takes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 
 class RequestTimeouts(NamedTuple):
-    """Seconds. Between an answer and the next bytes of the client the server's own timer runs."""
+    """Timeouts in seconds. Between a response and the client's next bytes uvicorn's own timer runs.
+
+    ``idle_s``: longest time from the connection to the start of a request. ``request_s``: longest time from the first
+    byte of a request to its last.
+    """
 
     idle_s: float
-    """For a request to begin, after the client connected: as long as an idle connection is kept."""
-
     request_s: float
-    """For a request to be here whole, from its first byte."""
 
 
 class RequestTimer:
-    """The timer of one connection, told of what the server reads."""
+    """The timer of one connection. The protocol calls its methods as it reads."""
 
     def __init__(
         self,
@@ -39,13 +40,13 @@ class RequestTimer:
         self._start(timeouts.idle_s)
 
     def bytes_received(self, *, is_idle: bool) -> None:
-        """To be called behind what came of them. ``is_idle``: no request is under way, and none is answered."""
+        """Call this after the bytes were processed. ``is_idle``: no request is being read or handled."""
         if self._handle is not None:
             return
         if self._is_within_request:
             self._start(self._timeouts.request_s)
         elif is_idle:
-            self._start(self._timeouts.idle_s)  # an empty line, which ended the server's timer
+            self._start(self._timeouts.idle_s)  # an empty line, which stopped uvicorn's timer
 
     def request_begun(self) -> None:
         self._is_within_request = True

@@ -1,11 +1,11 @@
-"""The HTTP server and protocol of the services: uvicorn's, with everything that is private to uvicorn.
+"""The HTTP server and protocol of the services, based on uvicorn's. No other module uses uvicorn's private names.
 
-* A uvicorn that this file is not written for is refused at the start, with what to install.
-* A client whose request does not begin, or does not end, is disconnected (``headrace.server.request_timeouts``).
+* An unsupported version of uvicorn is refused, with the versions to install.
+* A client whose request does not begin or end in time is disconnected (``headrace.server.request_timeouts``).
 * Callbacks that an application adds to a request's scope are called when the client disconnects.
-* A small request that the application takes directly needs no task, and is answered in one write.
-* A body may be given as several buffers, which nobody joins.
-* What is on its way to a client of this machine fits a processor's cache.
+* A small request that the application handles directly needs no task, and its response is sent in one write.
+* A body may consist of several buffers, which are sent without joining them.
+* Unread data for a client on this machine fits into a processor's cache.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from headrace.errors import SetupError
 from headrace.server.request_timeouts import RequestTimeouts, RequestTimer
 
 UVICORN_RANGE = ">=0.53,<0.55"
-"""Versions of uvicorn that this file is written for. Before 0.53 an answer does not say that its connection ends."""
+"""Versions of uvicorn that this module supports. Before 0.53 a response does not announce the end of its connection."""
 
 DISCONNECT_CALLBACKS = "headrace.disconnect_callbacks"
-"""Extension of a request's scope: a list of callbacks. A task that waits for ``http.disconnect`` would cost each
-request more."""
+"""Extension of a request's scope: a list of callbacks. Waiting for ``http.disconnect`` would take a task for each
+request."""
 
 SMALL_BYTES = HIGH_WATER_LIMIT
-"""The longest body of a request that is taken directly: of a longer one uvicorn reads no more than this before an
-application asks for it."""
+"""Longest body of a request that is handled directly: uvicorn reads at most this much before an application receives
+the body."""
 
 SEND_BUFFER_BYTES = 512 << 10
-"""Sent and not yet read, on one machine: what is read again while a cache still holds it is read in two thirds of the
-time. Between machines the kernel decides, by how far they are apart."""
+"""Most bytes sent and not yet read, on one machine: reading them from a cache takes two thirds of the time. Between
+machines the kernel chooses the size by the round-trip time."""
 
 Respond = Callable[[int, bytes, bytes], None]
-"""Takes status, header lines and body of an answer. To be called once."""
+"""Sends a response: its status, header lines and body. It is called once."""
 
 BodyHandler = Callable[[bytes, Respond], None]
-"""Takes a request's body and what sends its answer, now or later. Raises nothing."""
+"""Handles a request: its body, and the function that sends the response, now or later. It does not raise."""
 
 
 def require_supported_uvicorn() -> None:
-    """Raises SetupError for a uvicorn outside of ``UVICORN_RANGE``."""
+    """Raise SetupError for a version of uvicorn outside of ``UVICORN_RANGE``."""
     floor, ceiling = map(_numbers, re.findall(r"[\d.]+", UVICORN_RANGE))
     if not floor <= _numbers(uvicorn.__version__) < ceiling:
         raise SetupError(
@@ -62,7 +62,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the owner of the event loop."""
+    """uvicorn's server, without its signal handlers: the owner of the event loop has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
 
 
 class BodyParts:
-    """A part of an answer's body, as several buffers. uvicorn asks for its length, and hands it to the transport."""
+    """A part of a response's body as several buffers. uvicorn uses only its length, and passes it to the transport."""
 
     __slots__ = ("buffers", "size_bytes")
 
@@ -87,7 +87,7 @@ class BodyParts:
 
 
 class _Transport:
-    """A transport that takes ``BodyParts``."""
+    """A transport that also writes ``BodyParts``."""
 
     __slots__ = ("_transport",)
 
@@ -104,8 +104,8 @@ class _Transport:
         return getattr(self._transport, name)
 
 
-class _Direct(NamedTuple):
-    """A request whose body is not whole yet."""
+class _DirectRequest(NamedTuple):
+    """A request to be handled directly, whose body is incomplete."""
 
     cycle: RequestResponseCycle
     app: Any
@@ -113,14 +113,17 @@ class _Direct(NamedTuple):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. The application may have ``direct(scope)``, which gives the handler of a request that needs no
-    task, and has a body of at most ``SMALL_BYTES`` (no HEAD request); or None."""
+    """One connection.
 
-    def __init__(self, timeouts: RequestTimeouts, *, config: uvicorn.Config, **given: Any) -> None:
-        super().__init__(config=config, **given)
+    The application may have a method ``direct(scope)``. It returns the handler of a request that needs no task and has
+    a body of at most ``SMALL_BYTES``, or None for any other; it never returns a handler for a HEAD request.
+    """
+
+    def __init__(self, timeouts: RequestTimeouts, *, config: uvicorn.Config, **options: Any) -> None:
+        super().__init__(config=config, **options)
         self._timeouts = timeouts
-        self._choose_direct: Callable[[Any], BodyHandler | None] = getattr(config.app, "direct", lambda scope: None)
-        self._direct: _Direct | None = None
+        self._direct_handler: Callable[[Any], BodyHandler | None] = getattr(config.app, "direct", lambda scope: None)
+        self._direct: _DirectRequest | None = None
         self._disconnect_callbacks: list[Callable[[], object]] = []
         self._extensions: Any = {DISCONNECT_CALLBACKS: self._disconnect_callbacks}
 
@@ -133,7 +136,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._timer.stop()
         direct, self._direct = self._direct, None
-        if direct is not None:  # it is treated as any other whose client left
+        if direct is not None:  # handled like any request whose client disconnected
             super()._start_asgi_task(direct.cycle, direct.app)
         for call in self._disconnect_callbacks:
             call()
@@ -150,17 +153,17 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._timer.request_complete()
-        self._take_if_whole()
+        self._handle_if_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        handler = None if cycle.waiting_for_100_continue else self._choose_direct(cycle.scope)
+        handler = None if cycle.waiting_for_100_continue else self._direct_handler(cycle.scope)
         if handler is None:
             super()._start_asgi_task(cycle, app)
             return
-        self._direct = _Direct(cycle, app, handler)
-        self._take_if_whole()
+        self._direct = _DirectRequest(cycle, app, handler)
+        self._handle_if_complete()
 
-    def _take_if_whole(self) -> None:
+    def _handle_if_complete(self) -> None:
         direct = self._direct
         if direct is not None and not direct.cycle.more_body:
             self._direct = None
@@ -175,13 +178,13 @@ def _bound_send_buffer(transport: asyncio.BaseTransport) -> None:
 
 
 def _respond(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
-    """Answer a request that has no task; later, if its client does not read what is on its way."""
+    """Respond to a request that has no task; later, if its client does not read the data sent before."""
     if cycle.flow.write_paused and not cycle.disconnected:
         cycle.late = asyncio.create_task(_respond_later(cycle, status, head, body))  # type: ignore[attr-defined]
         return
     if not (cycle.disconnected or cycle.transport.is_closing()):
         _write(cycle, status, head, body)
-    cycle.on_response = _nothing  # else it keeps its connection, which keeps it
+    cycle.on_response = _do_nothing  # it would keep a reference to the connection, which refers to the cycle
 
 
 async def _respond_later(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
@@ -189,8 +192,8 @@ async def _respond_later(cycle: RequestResponseCycle, status: int, head: bytes, 
     _respond(cycle, status, head, body)
 
 
-def _nothing() -> None:
-    """The response callback of a request that is over."""
+def _do_nothing() -> None:
+    """The response callback of a request that has ended."""
 
 
 def _write(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:

@@ -176,10 +176,9 @@ def adapter_server_name(run: str, adapter: str, version: Version | None = None) 
 # Sampling -----------------------------------------------------------------------------------------------------
 
 
-class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of a ``GenerateRequest``.
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of every route.
 
-    ``logprobs`` 0: only those of the sampled tokens. ``prompt_logprobs`` 0: only those of the prompt tokens.
     ``structured_outputs``: the format of the output, in vLLM's form: one of ``json``, ``regex``, ``choice``,
     ``grammar``.
     """
@@ -190,9 +189,17 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    structured_outputs: dict[str, Any] | None = None
+
+
+class TokenSampling(SamplingParameters, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of the routes that take token ids.
+
+    ``logprobs`` 0: only those of the sampled tokens. ``prompt_logprobs`` 0: only those of the prompt tokens.
+    """
+
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: dict[str, Any] | None = None
 
 
 class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +218,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     model: str
     token_ids: Sequence[int]
-    sampling_params: GenerateSampling
+    sampling_params: TokenSampling
     content_parts: Sequence[ImagePart] = ()
     return_token_ids: bool = False
     cache_salt: str | None = None
@@ -223,20 +230,11 @@ class AbortRequests(msgspec.Struct, frozen=True, kw_only=True):
     request_ids: list[str]
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``POST /v1/completions``. ``prompt`` int[n] are token ids; the rest is as in ``GenerateSampling``."""
+class CompletionRequest(TokenSampling, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``POST /v1/completions``. ``prompt`` int[n] are token ids."""
 
     model: str
     prompt: Sequence[int]
-    max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: str | None = None
 
@@ -248,7 +246,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[dict[str, Any]]
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChatRequest(SamplingParameters, frozen=True, kw_only=True, omit_defaults=True):
     """Body of ``POST /v1/chat/completions``.
 
     ``logprobs`` true: those of each sampled token. ``response_format``: the format of the output, in OpenAI's form.
@@ -257,18 +255,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     model: str
     messages: Sequence[ChatMessage]
-    max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
     logprobs: bool = False
     return_token_ids: bool = False
     response_format: dict[str, Any] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | None = None
-    structured_outputs: dict[str, Any] | None = None
 
 
 # Responses ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from headrace.server import logs
 
 
 @pytest.fixture(autouse=True)
-def _logging_put_back() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -30,7 +30,7 @@ def stream() -> StringIO:
     return StringIO()
 
 
-def test_lines_are_json_with_what_is_bound_to_the_logger(stream: StringIO):
+def test_lines_are_json_with_the_fields_bound_to_the_logger(stream: StringIO):
     logs.configure("info", stream=stream)
     logs.logger("test").bind(run="r", episode="e", attempt=2).warning("episode failed", kind="slow")
     line = json.loads(stream.getvalue())
@@ -64,7 +64,7 @@ def test_lines_below_the_level_are_dropped(stream: StringIO):
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_tracebacks_show_no_values_of_variables(stream: StringIO, form: logs.LogFormat):
     logs.configure("info", form, stream)
-    secret = "a token that nobody may see"
+    secret = "a token that must stay secret"
     try:
         raise RuntimeError("broken")
     except RuntimeError:
@@ -73,7 +73,7 @@ def test_tracebacks_show_no_values_of_variables(stream: StringIO, form: logs.Log
     assert secret not in stream.getvalue()
 
 
-def test_lines_of_libraries_come_out_in_the_same_form(stream: StringIO):
+def test_lines_of_libraries_have_the_same_form(stream: StringIO):
     logs.configure("info", stream=stream)
     logging.getLogger("library").warning("from %s", "a library")
     line = json.loads(stream.getvalue())

@@ -33,7 +33,7 @@ run_until_signal(serve)
 
 
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_and_sigint_set_an_event_and_the_service_stops_in_order(name: signal.Signals):
+def test_sigterm_and_sigint_set_an_event_on_which_the_service_stops_in_order(name: signal.Signals):
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -42,9 +42,9 @@ def test_sigterm_and_sigint_set_an_event_and_the_service_stops_in_order(name: si
         assert process.returncode == 0
 
 
-def test_a_uvicorn_that_is_too_old_or_too_new_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_an_unsupported_version_of_uvicorn_is_refused_with_the_versions_to_install(monkeypatch: pytest.MonkeyPatch):
     async def serve(stop: asyncio.Event) -> None:
-        raise AssertionError("it was started")
+        raise AssertionError("the service was started")
 
     monkeypatch.setattr(uvicorn, "__version__", "0.34.0")
     with pytest.raises(SetupError, match=r"uvicorn 0\.34\.0 is installed"):
@@ -52,7 +52,7 @@ def test_a_uvicorn_that_is_too_old_or_too_new_is_refused_with_what_to_install(mo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_that_is_in_use_is_refused_with_what_to_do(host: str):
+def test_a_port_that_is_in_use_is_refused_with_a_hint(host: str):
     with contextlib.closing(listen(host, 0, option="--bind")) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=f"Port {port} on {host} is in use") as refused:
@@ -60,21 +60,21 @@ def test_a_port_that_is_in_use_is_refused_with_what_to_do(host: str):
     assert refused.value.hint == "Stop that process, or choose another port with --bind (0 lets the system choose)."
 
 
-def test_a_port_that_cannot_be_bound_is_refused_with_what_to_do():
+def test_a_port_that_cannot_be_bound_is_refused_with_a_hint():
     with pytest.raises(SetupError, match=r"Port 0 on 192\.0\.2\.1 cannot be bound: ") as refused:
         listen("192.0.2.1", 0, option="--port")
-    assert refused.value.hint == "Check the address, and --port; ports below 1024 need privileges."
+    assert refused.value.hint == "Check the address and --port; ports below 1024 need privileges."
 
 
 class App:
-    """Answers with ``body`` when ``proceed`` is set."""
+    """Responds with ``body`` once ``proceed`` is set."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body
-        self.asked, self.proceed = asyncio.Event(), asyncio.Event()
+        self.called, self.proceed = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.asked.set()
+        self.called.set()
         await self.proceed.wait()
         headers = [(b"content-length", b"%d" % len(self.body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -82,31 +82,31 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def asked(app: App, listener: socket.socket) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection whose request the application has."""
+async def requested(app: App, listener: socket.socket) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection whose request has reached the application."""
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     with contextlib.closing(writer):
         writer.write(REQUEST)
-        await app.asked.wait()
+        await app.called.wait()
         yield reader
 
 
-async def test_a_stop_lets_open_requests_end():
+async def test_a_stop_waits_some_time_for_open_requests():
     app = App(b"ok")
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
             async with http_server(app, listener, request_timeout_s=60, shutdown_timeout_s=60):
-                reader = await client.enter_async_context(asked(app, listener))
+                reader = await client.enter_async_context(requested(app, listener))
                 asyncio.get_running_loop().call_later(0.2, app.proceed.set)
             assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
 
 
-async def test_a_stop_closes_the_connections_that_are_left():
+async def test_a_stop_then_closes_the_remaining_connections():
     app = App(bytes(64 << 20))
     app.proceed.set()
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
             async with http_server(app, listener, request_timeout_s=60, shutdown_timeout_s=1):
-                reader = await client.enter_async_context(asked(app, listener))  # it reads nothing
+                reader = await client.enter_async_context(requested(app, listener))  # it reads nothing
             with contextlib.suppress(ConnectionResetError):
                 assert len(await reader.read()) < len(app.body)

@@ -1,4 +1,4 @@
-"""Timeouts of a connection for the requests of its client, on a clock that does not run."""
+"""Timeouts of a connection while it waits for a request, on a clock that stands still."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.server.request_timeouts import RequestTimeouts, RequestTimer
 
 
 class Clock:
-    """Timers of one connection; ``running`` are the seconds of those that were not cancelled."""
+    """Timers of one connection. ``running`` lists the delays of those that were not cancelled."""
 
     def __init__(self) -> None:
         self.running: list[float] = []
@@ -38,22 +38,22 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_connection_on_which_no_request_begins_is_closed(clock: Clock):
+def test_a_connection_on_which_no_request_begins_in_time_is_closed(clock: Clock):
     assert clock.running == [75]
     clock.timer.bytes_received(is_idle=True)  # an empty line
     assert clock.running == [75]
 
 
-def test_a_connection_on_which_no_other_request_begins_is_closed(clock: Clock):
+def test_a_connection_on_which_no_further_request_begins_in_time_is_closed(clock: Clock):
     clock.timer.request_begun()
     clock.timer.request_complete()
     clock.timer.bytes_received(is_idle=False)
     assert not clock.running
-    clock.timer.bytes_received(is_idle=True)  # an empty line behind its answer
+    clock.timer.bytes_received(is_idle=True)  # an empty line after its response
     assert clock.running == [75]
 
 
-def test_a_connection_whose_request_is_not_here_whole_in_time_is_closed(clock: Clock):
+def test_a_connection_whose_request_does_not_arrive_completely_in_time_is_closed(clock: Clock):
     clock.timer.request_begun()
     clock.timer.bytes_received(is_idle=False)
     clock.timer.bytes_received(is_idle=False)
@@ -62,7 +62,7 @@ def test_a_connection_whose_request_is_not_here_whole_in_time_is_closed(clock: C
     assert not clock.running
 
 
-def test_a_request_that_is_here_whole_costs_no_timer(clock: Clock):
+def test_a_complete_request_needs_no_timer(clock: Clock):
     before = clock.started
     for _ in range(3):
         clock.timer.request_begun()
@@ -72,6 +72,6 @@ def test_a_request_that_is_here_whole_costs_no_timer(clock: Clock):
     assert not clock.running
 
 
-def test_a_connection_that_is_lost_leaves_no_timer(clock: Clock):
+def test_a_lost_connection_leaves_no_timer(clock: Clock):
     clock.timer.stop()
     assert not clock.running

@@ -32,7 +32,9 @@ HEAD = b"POST /direct HTTP/1.1\r\nContent-Length: 4\r\n"
 
 
 @pytest.mark.parametrize("version", ["0.52.0", "0.55.0", "0.55.0.dev1", "1.0.0"])
-def test_a_uvicorn_that_is_not_supported_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch, version: str):
+def test_an_unsupported_version_of_uvicorn_is_refused_with_the_versions_to_install(
+    monkeypatch: pytest.MonkeyPatch, version: str
+):
     monkeypatch.setattr(uvicorn, "__version__", version)
     with pytest.raises(SetupError, match=f"uvicorn {version} is installed") as refused:
         require_supported_uvicorn()
@@ -40,73 +42,73 @@ def test_a_uvicorn_that_is_not_supported_is_refused_with_what_to_install(monkeyp
 
 
 @pytest.mark.parametrize("version", ["0.53.0", "0.54.0", "0.54.7"])
-def test_a_uvicorn_that_is_supported_is_taken(monkeypatch: pytest.MonkeyPatch, version: str):
+def test_a_supported_version_of_uvicorn_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str):
     monkeypatch.setattr(uvicorn, "__version__", version)
     require_supported_uvicorn()
 
 
 @pytest.mark.parametrize("extra", ["server", "sandbox-service"])
-def test_the_extras_ask_for_the_versions_that_are_checked_at_the_start(extra: str):
+def test_the_extras_require_the_versions_that_are_checked_at_start(extra: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"uvicorn{UVICORN_RANGE}" in project["optional-dependencies"][extra]
 
 
 class App:
-    """Takes what is sent to /direct; ``tasks`` are the paths of the requests that got a task."""
+    """Handles requests to /direct directly; ``tasks`` lists the paths of the requests that got a task."""
 
     def __init__(self) -> None:
-        self.taken: list[tuple[bytes, Respond]] = []
+        self.handled: list[tuple[bytes, Respond]] = []
         self.tasks: list[str] = []
         self.ends: list[str] = []
 
     def direct(self, scope: Any) -> BodyHandler | None:
-        return (lambda body, respond: self.taken.append((body, respond))) if scope["path"] == "/direct" else None
+        return (lambda body, respond: self.handled.append((body, respond))) if scope["path"] == "/direct" else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.tasks.append(scope["path"])
         self.ends.append((await receive())["type"])
 
     def respond(self, number: int) -> None:
-        body, respond = self.taken[number]
+        body, respond = self.handled[number]
         respond(200, b"content-length: %d\r\n" % len(body), body)
 
 
-def answers(*bodies: bytes) -> list[bytes]:
+def responses(*bodies: bytes) -> list[bytes]:
     return [b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body) for body in bodies]
 
 
-async def test_a_request_is_handed_over_when_its_body_is_whole_and_answered_in_one_write_without_a_task():
+async def test_a_small_request_that_the_application_handles_directly_needs_no_task_and_its_response_is_one_write():
     app, wire = App(), Wire()
     protocol = connected(app, wire)
     protocol.data_received(HEAD + b"\r\nbo")
     await settled()
-    assert not app.taken
+    assert not app.handled
     protocol.data_received(b"dy")
-    assert [body for body, _ in app.taken] == [b"body"]
+    assert [body for body, _ in app.handled] == [b"body"]
     await settled()
     assert not wire.written
     app.respond(0)
-    assert wire.written == answers(b"body")
+    assert wire.written == responses(b"body")
     assert not app.tasks
     protocol.connection_lost(None)
 
 
-async def test_requests_of_a_connection_are_answered_one_after_the_other_in_their_order():
+async def test_the_requests_of_a_connection_are_handled_one_after_the_other_in_order():
     app, wire = App(), Wire()
     protocol = connected(app, wire)
     protocol.data_received(HEAD + b"\r\none." + HEAD + b"\r\ntwo.")
-    assert [body for body, _ in app.taken] == [b"one."]
+    assert [body for body, _ in app.handled] == [b"one."]
     app.respond(0)
-    assert [body for body, _ in app.taken] == [b"one.", b"two."]
+    assert [body for body, _ in app.handled] == [b"one.", b"two."]
     app.respond(1)
-    assert wire.written == answers(b"one.", b"two.")
+    assert wire.written == responses(b"one.", b"two.")
     protocol.connection_lost(None)
 
 
 @pytest.mark.parametrize(
     "request_", [HEAD + b"Expect: 100-continue\r\n\r\n", HEAD.replace(b"/direct", b"/all") + b"\r\n"]
 )
-async def test_a_request_that_waits_for_a_word_before_its_body_gets_a_task_as_does_one_that_is_not_taken(
+async def test_a_request_that_awaits_100_continue_or_is_not_handled_directly_gets_a_task(
     request_: bytes,
 ):
     app, wire = App(), Wire()
@@ -115,23 +117,23 @@ async def test_a_request_that_waits_for_a_word_before_its_body_gets_a_task_as_do
     await settled()
     protocol.data_received(b"body")
     await settled()
-    assert not app.taken
+    assert not app.handled
     assert len(app.tasks) == 1
     protocol.connection_lost(None)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_is_treated_as_any_other():
+async def test_a_client_that_disconnects_in_the_middle_of_its_body_is_seen_by_the_application():
     app, wire = App(), Wire()
     protocol = connected(app, wire)
     protocol.data_received(HEAD + b"\r\nbo")
     protocol.connection_lost(None)
     await settled()
-    assert not app.taken
+    assert not app.handled
     assert app.ends == ["http.disconnect"]
 
 
-@pytest.mark.parametrize("close", [b"Connection: close\r\n", b""], ids=["its client asked for it", "the service stops"])
-async def test_an_answer_says_that_its_connection_ends(close: bytes):
+@pytest.mark.parametrize("close", [b"Connection: close\r\n", b""], ids=["the client requests it", "the service stops"])
+async def test_a_response_announces_the_end_of_its_connection(close: bytes):
     app, wire = App(), Wire()
     protocol = connected(app, wire)
     protocol.data_received(HEAD + close + b"\r\nbody")
@@ -143,8 +145,8 @@ async def test_an_answer_says_that_its_connection_ends(close: bytes):
     protocol.connection_lost(None)
 
 
-async def test_nothing_of_a_request_is_kept_once_it_is_answered():
-    """The collector of cycles seldom looks at what is old."""
+async def test_no_reference_to_a_request_remains_after_its_response():
+    """The garbage collector rarely examines old objects, so a reference cycle would stay for long."""
     app, wire = App(), Wire()
     gc.disable()
     try:
@@ -153,17 +155,17 @@ async def test_nothing_of_a_request_is_kept_once_it_is_answered():
         protocol.data_received(HEAD + b"\r\nbody")
         assert not protocol.cycle.body
         app.respond(0)
-        app.taken.clear()
+        app.handled.clear()
         protocol.connection_lost(None)
-        kept = weakref.ref(protocol)
+        reference = weakref.ref(protocol)
         protocol = None
-        assert kept() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("end", [lambda protocol, wire: protocol.connection_lost(None), lambda _, wire: wire.close()])
-async def test_an_answer_is_dropped_where_the_client_left_or_the_connection_was_closed(
+async def test_a_response_is_dropped_if_the_client_disconnected_or_the_connection_was_closed(
     end: Callable[[HttpProtocol, Wire], None],
 ):
     app, wire = App(), Wire()
@@ -174,8 +176,8 @@ async def test_an_answer_is_dropped_where_the_client_left_or_the_connection_was_
     assert not wire.written
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_an_answer_waits_for_a_client_that_does_not_read(leaves: bool):
+@pytest.mark.parametrize("disconnects", [False, True])
+async def test_a_response_waits_while_its_client_does_not_read(disconnects: bool):
     app, wire = App(), Wire()
     protocol = connected(app, wire)
     protocol.data_received(HEAD + b"\r\nbody")
@@ -183,17 +185,17 @@ async def test_an_answer_waits_for_a_client_that_does_not_read(leaves: bool):
     app.respond(0)
     await settled()
     assert not wire.written
-    if leaves:
+    if disconnects:
         protocol.connection_lost(None)
     else:
         protocol.resume_writing()
     await settled()
-    assert wire.written == ([] if leaves else answers(b"body"))
-    if not leaves:
+    assert wire.written == ([] if disconnects else responses(b"body"))
+    if not disconnects:
         protocol.connection_lost(None)
 
 
-async def test_callbacks_of_a_request_are_called_when_its_client_disconnects():
+async def test_callbacks_that_an_application_adds_to_a_scope_are_called_when_the_client_disconnects():
     called: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -209,7 +211,7 @@ async def test_callbacks_of_a_request_are_called_when_its_client_disconnects():
     await settled()
 
 
-async def test_a_body_of_several_buffers_reaches_the_transport_and_nobody_joins_them():
+async def test_a_body_of_several_buffers_is_sent_without_joining_them():
     parts = BodyParts((b"bo", memoryview(b"dy")))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -226,9 +228,9 @@ async def test_a_body_of_several_buffers_reaches_the_transport_and_nobody_joins_
 
 
 @pytest.mark.parametrize(("theirs", "bounded"), [("127.0.0.1", True), ("127.0.0.2", False)])
-async def test_what_is_on_its_way_to_a_client_of_this_machine_fits_a_processors_cache(theirs: str, bounded: bool):
-    """Another address of the loopback stands for another machine. What is asked for may be more than the kernel's bound
-    (``net.core.wmem_max``): then the bound is meant."""
+async def test_unread_data_for_a_client_on_this_machine_fits_into_a_processors_cache(theirs: str, bounded: bool):
+    """Another loopback address stands for another machine. The kernel may grant less than the requested size
+    (``net.core.wmem_max``), so the expected size is that of a socket with the same request."""
     accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     class Sizes(asyncio.Protocol):
@@ -242,6 +244,6 @@ async def test_what_is_on_its_way_to_a_client_of_this_machine_fits_a_processors_
     async with server:
         with socket.create_connection(server.sockets[0].getsockname(), source_address=(theirs, 0)):
             size_bytes = await accepted
-    with socket.socket() as asked:
-        asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        assert (size_bytes == asked.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)) is bounded
+    with socket.socket() as reference:
+        reference.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        assert (size_bytes == reference.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)) is bounded

@@ -1,4 +1,4 @@
-"""The services on the oldest uvicorn that they take; everything else runs on the newest."""
+"""The services on the oldest supported version of uvicorn; all other tests run on the newest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection in memory: the protocol of the services on a transport that remembers."""
+"""A connection in memory: the protocol of the services on a transport that records the data written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.server.uvicorn_protocol import HttpProtocol
 
 
 class Wire(asyncio.Transport):
-    """A transport that remembers what is written."""
+    """A transport that records the data written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Wire(asyncio.Transport):
 
 
 def connected(app: Any, wire: Wire) -> HttpProtocol:
-    """The protocol of a connection that was just made."""
+    """The protocol of a new connection."""
     config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
     protocol = HttpProtocol(
         RequestTimeouts(idle_s=60, request_s=60),
@@ -59,6 +59,6 @@ def connected(app: Any, wire: Wire) -> HttpProtocol:
 
 
 async def settled() -> None:
-    """Returns when all that can run has run."""
+    """Wait until every task that is ready has run."""
     for _ in range(5):
         await asyncio.sleep(0)

@@ -105,7 +105,7 @@ SPAN = {"version": "0.3", "start": 0, "end": 1}
 
 
 @pytest.mark.parametrize("wrong", [{}, {"jsn": {}}, {"json": {}, "regex": "a"}])
-def test_a_spec_gives_one_thing_that_answers_must_match(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRunSpec, match="give one of choice, grammar, json, regex"):
+def test_a_spec_has_exactly_one_constraint_on_structured_outputs(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRunSpec, match="give exactly one of choice, grammar, json, regex"):
         parse_run_spec({"name": "r", "sampling": {"structured_outputs": wrong}})
     assert parse_run_spec({"name": "r", "sampling": {"structured_outputs": {"regex": "a"}}})

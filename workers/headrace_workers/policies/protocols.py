@@ -61,7 +61,7 @@ def _generate_body(request: SampleRequest) -> bytes:
         policy_server.GenerateRequest(
             model=request.model,
             token_ids=request.prompt,
-            sampling_params=policy_server.GenerateSampling(
+            sampling_params=policy_server.TokenSampling(
                 max_tokens=request.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
