@@ -1,8 +1,9 @@
 """The orchestrator process: data directory, service, HTTP server.
 
-* The port answers from the first moment: ``/healthz`` at once, ``/readyz`` with the phase of the start.
-* A port in use, a data directory in use, and an open bind without tokens are refused with what to do.
-* SIGTERM is graceful: not ready, long polls answered, open requests ended, log and projection on disk, exit 0.
+* The port answers from the start: ``/healthz`` with 200, ``/readyz`` with the phase of the start.
+* A used port, a used data directory, and a public address without tokens are refused with advice.
+* SIGTERM stops the process gracefully: not ready, long polls answered, open requests ended, log and projection on
+  disk, exit 0.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from headrace_orchestrator.settings import Address, Settings
 log = logs.logger(__name__)
 
 GC_THRESHOLDS = (50_000, 20, 1000)
-"""The state is large, long-lived and free of cycles: collecting at the default pace triples the time to decode a record
-and stops the event loop for long. The oldest generation is looked at once in a billion objects."""
+"""Thresholds of the garbage collector. The state is large, long-lived and without cycles: with the default thresholds a
+record takes three times as long to decode, and the event loop stops for long. The oldest generation is collected once
+in a billion objects."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop keeps the interpreter while another thread wants it: one that reads for a pull, that writes
-the projection, or the log where no process does."""
+"""Time for which the event loop keeps the interpreter while another thread waits for it. Such threads read for pulls,
+and write the projection and, on systems where no process does, the log."""
 
 REQUEST_TIMEOUT_S = 600.0
-"""Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
-at 0.5 MB/s, what a worker hands in at a tenth of that."""
+"""Deadline for receiving a whole request, from its first byte. The default largest body arrives in time at 0.5 MB/s, a
+worker's submission at a tenth of that."""
 
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:

@@ -2,7 +2,7 @@
 
 * Commands of other packages mount by entry point.
 * A command whose package is not installed says so.
-* An unforeseen error is a message too, and debug shows its traceback.
+* An unexpected error is a message too, and ``--debug`` shows its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace_orchestrator.cli.up import up
 from headrace_orchestrator.cli.version import version
 
 PLUGINS = "headrace.commands"
-"""Entry-point group of click commands; the entry point's name is the command's."""
+"""Entry-point group of click commands. A command has the name of its entry point."""
 
 
 class Commands(click.Group):
@@ -47,8 +47,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         options = ctx.ensure_object(Shared)
-        asked = [*ctx._protected_args, *ctx.args]
-        as_json = "--json" in asked
+        as_json = "--json" in [*ctx._protected_args, *ctx.args]
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -66,7 +65,7 @@ class Commands(click.Group):
         except Exception as error:
             if options.debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
                 raise
-            report(_unforeseen(error), as_json=as_json)
+            report(_unexpected(error), as_json=as_json)
             ctx.exit(FAILED)
 
 
@@ -103,10 +102,10 @@ class _Missing(click.Command):
         raise self._error
 
 
-def _unforeseen(error: Exception) -> HeadraceError:
+def _unexpected(error: Exception) -> HeadraceError:
     if isinstance(error, OSError) and error.strerror:
-        named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        return InternalError(f"{named}.", hint="`headrace --debug ...` shows where.")
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return InternalError(f"{message}.", hint="`headrace --debug ...` shows where.")
     return InternalError(f"{type(error).__name__}: {error}", hint="`headrace --debug ...` shows where.")
 
 

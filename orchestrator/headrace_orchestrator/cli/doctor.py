@@ -1,6 +1,6 @@
 """``headrace doctor``: checks of this machine and the orchestrator, with a remedy for each failure.
 
-* Doctor ends with 1 if a check failed, and says what to do.
+* Doctor ends with 1 if a check failed, and prints a remedy.
 * Doctor checks the orchestrator.
 """
 
@@ -48,7 +48,7 @@ EXTRAS = {
     "export": ("google_crc32c", "pyarrow"),
     "reasoning-gym": ("reasoning_gym",),
 }
-"""Modules of each extra."""
+"""The modules of each extra."""
 
 SYNCS = 20
 SLOW_SYNC_S = 0.05
@@ -58,15 +58,15 @@ FREE_BYTES = 1 << 30
 """Free space below which the disk may soon be full."""
 
 SKEW_S = 5.0
-"""Clock difference above which times on the pages mislead; no decision depends on it."""
+"""Clock difference above which times on the pages are misleading; no decision depends on it."""
 
-CheckResult = Literal["ok", "warn", "fail"]
+CheckVerdict = Literal["ok", "warn", "fail"]
 
 
 class DoctorCheck(NamedTuple):
-    """One line of the result."""
+    """The result of one check. ``found``: the observed value."""
 
-    verdict: CheckResult
+    verdict: CheckVerdict
     name: str
     found: str
     hint: str = ""
@@ -80,15 +80,15 @@ class DoctorCheck(NamedTuple):
 @service_options
 @json_option
 def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
-    """Check this machine and the orchestrator; each line says what to do.
+    """Check this machine and the orchestrator; each problem comes with a remedy.
 
     \b
     Example:
       headrace doctor --data /var/lib/headrace --url http://127.0.0.1:8470
     """
-    of_service = [*service_checks(url, token)]
-    answers = of_service[0].verdict == "ok" and urlsplit(service_url(url)).port == port
-    checks = [*local_checks(data, port, answers=answers), *of_service]
+    orchestrator_checks = [*service_checks(url, token)]
+    owns_port = orchestrator_checks[0].verdict == "ok" and urlsplit(service_url(url)).port == port
+    checks = [*local_checks(data, port, owns_port=owns_port), *orchestrator_checks]
     if shared().json:
         emit([check._asdict() for check in checks])
     else:
@@ -98,14 +98,14 @@ def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
         click.get_current_context().exit(FAILED)
 
 
-def local_checks(data: Path, port: int, *, answers: bool = False) -> Iterator[DoctorCheck]:
-    """Check this machine. ``answers``: true if the orchestrator that answered is the one at the port."""
+def local_checks(data: Path, port: int, *, owns_port: bool = False) -> Iterator[DoctorCheck]:
+    """Check this machine. ``owns_port``: True if the orchestrator that answered listens on the port."""
     yield check_python(sys.version_info[:2])
     yield check_platform(sys.platform)
     yield from (check_extra(extra, modules) for extra, modules in EXTRAS.items())
     yield check_space(data)
     yield check_syncs(data)
-    yield DoctorCheck("ok", "port", f"{port}: the orchestrator has it") if answers else check_port(port)
+    yield DoctorCheck("ok", "port", f"{port}: the orchestrator has it") if owns_port else check_port(port)
     yield check_browser()
 
 
@@ -121,7 +121,10 @@ def check_platform(platform: str) -> DoctorCheck:
     """Check for Linux, where children die with their parent."""
     if platform != "linux":
         return DoctorCheck(
-            "warn", "platform", platform, "Made for Linux; elsewhere children of a killed `up` stay behind."
+            "warn",
+            "platform",
+            platform,
+            "Made for Linux: elsewhere children of a killed `headrace up` keep running.",
         )
     return DoctorCheck("ok", "platform", platform)
 
@@ -135,7 +138,7 @@ def check_extra(extra: str, modules: tuple[str, ...]) -> DoctorCheck:
 
 
 def check_space(data: Path) -> DoctorCheck:
-    """Check the free space at the data directory."""
+    """Check the free disk space at the data directory."""
     free = shutil.disk_usage(_existing(data)).free
     found = f"{free / 2**30:.1f} GiB free at {data}"
     if free < FREE_BYTES:
@@ -172,7 +175,10 @@ def check_port(port: int) -> DoctorCheck:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             return DoctorCheck(
-                "warn", "port", f"{port}: {error.strerror}", "Fine if that is your orchestrator; else --port."
+                "warn",
+                "port",
+                f"{port}: {error.strerror}",
+                "Fine if this is your orchestrator; else choose another --port.",
             )
     return DoctorCheck("ok", "port", f"{port} is free")
 
@@ -187,35 +193,35 @@ def check_browser() -> DoctorCheck:
 
 def service_checks(url: str | None, token: str | None) -> Iterator[DoctorCheck]:
     """Check that an orchestrator answers, that it has workers, and that the clocks agree."""
-    where = service_url(url)
+    address = service_url(url)
     try:
         with connect(url, token) as client:
             status = client.status()
     except HeadraceError as error:
-        refuses = "phase" in error.extra  # it answers, and its error says what is wrong
+        refuses = "phase" in error.extra  # it answers, and its error names the problem
         hint = "Start one with `headrace up`." if isinstance(error, Unavailable) and not refuses else error.hint
         yield DoctorCheck("fail" if url or refuses else "warn", "orchestrator", error.detail, hint)
         return
-    yield DoctorCheck("ok", "orchestrator", f"{status.version} at {where}, epoch {status.epoch}")
-    heard = [worker for worker in status.workers if not is_silent(worker)]
-    slots = sum(worker.slots for worker in heard)
+    yield DoctorCheck("ok", "orchestrator", f"{status.version} at {address}, epoch {status.epoch}")
+    active = [worker for worker in status.workers if not is_silent(worker)]
+    slots = sum(worker.slots for worker in active)
     if slots:
-        yield DoctorCheck("ok", "workers", f"{len(heard)} with {slots} slots")
+        yield DoctorCheck("ok", "workers", f"{len(active)} with {slots} slots")
     else:
         yield DoctorCheck(
             "warn",
             "workers",
             f"all {len(status.workers)} are silent" if status.workers else "none",
-            "Start one: headrace worker --orchestrator " + where,
+            "Start one: headrace worker --orchestrator " + address,
         )
-    yield check_clock(where, datetime.now(UTC))
+    yield check_clock(address, datetime.now(UTC))
 
 
-def check_clock(where: str, now: datetime) -> DoctorCheck:
+def check_clock(address: str, now: datetime) -> DoctorCheck:
     """Compare this machine's clock with the orchestrator's, from its Date header."""
     try:
-        with build_opener(ProxyHandler({})).open(where, timeout=2.0) as answer:
-            date = answer.headers.get("Date", "")
+        with build_opener(ProxyHandler({})).open(address, timeout=2.0) as response:
+            date = response.headers.get("Date", "")
     except URLError as error:
         date = getattr(error, "headers", {}).get("Date", "")
     except OSError:
@@ -225,7 +231,7 @@ def check_clock(where: str, now: datetime) -> DoctorCheck:
     skew = abs((parsedate_to_datetime(date) - now).total_seconds())
     if skew > SKEW_S:
         return DoctorCheck(
-            "warn", "clock", f"{skew:.0f} s apart", "Times on the pages mislead: run NTP on both machines."
+            "warn", "clock", f"{skew:.0f} s apart", "Times on the pages are misleading: run NTP on both machines."
         )
     return DoctorCheck("ok", "clock", f"within {SKEW_S:g} s")
 
@@ -238,7 +244,7 @@ def _existing(data: Path) -> Path:
     return path
 
 
-_STYLES: dict[CheckResult, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STYLES: dict[CheckVerdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def _print(check: DoctorCheck) -> None:

@@ -66,16 +66,16 @@ def _version(ctx: click.Context, param: click.Parameter, value: str | None) -> V
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--format", "kind", type=click.Choice(FORMATS), default="parquet", show_default=True)
-@click.option("--run", help="Trajectories of this run only.")
-@click.option("--environment", help="Trajectories of this environment only.")
+@click.option("--run", help="Only trajectories of this run.")
+@click.option("--environment", help="Only trajectories of this environment.")
 @click.option("--status", type=click.Choice(get_args(Status)), help="Only trajectories with this status.")
-@click.option("--evaluation", help="Trajectories of this evaluation only; '' excludes evaluations.")
-@click.option("--tag", "tags", multiple=True, help="Only with this tag on the task; may be repeated.")
-@click.option("--low", callback=_version, help="Only with a row of this version or a later one.")
-@click.option("--high", callback=_version, help="Only with a row of this version or an earlier one.")
+@click.option("--evaluation", help="Only trajectories of this evaluation; '' excludes evaluations.")
+@click.option("--tag", "tags", multiple=True, help="Only trajectories with this tag on the task; may be repeated.")
+@click.option("--low", callback=_version, help="Only trajectories with a row of this version or a later one.")
+@click.option("--high", callback=_version, help="Only trajectories with a row of this version or an earlier one.")
 @click.option("--strict", is_flag=True, help="End at a damaged record instead of leaving it out.")
 @json_option
-def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted: Any) -> None:
+def export(directory: Path, destination: Path, kind: str, strict: bool, **criteria: Any) -> None:
     """Write the trajectories of the data directory DIR into a new folder DEST.
 
     The service may be running. `parquet` writes trajectories-*.parquet, `jsonl` trajectories-*.jsonl with every field
@@ -88,34 +88,32 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
       headrace export headrace-data out --format dataset --low 0.10
     """
     if kind != "jsonl":
-        table_schema()  # names a missing package before any reading
-    with progress("Exporting") as told, fresh_folder(destination) as folder:
-        data = headrace.open(directory, strict=strict, on_progress=told)
-        counted = _Counted(data.matching(TrajectoryFilter(**wanted)))
-        files = _write(kind, folder, counted)
-        lost = _copy_assets(data, folder, counted.assets)
-        if not counted.count and TrajectoryFilter(**wanted) != TrajectoryFilter():
-            _require_run(data, directory, wanted["run"])
+        table_schema()  # raises for a missing package before anything is read
+    with progress("Exporting") as on_progress, fresh_folder(destination) as folder:
+        data = headrace.open(directory, strict=strict, on_progress=on_progress)
+        counter = _TrajectoryCounter(data.matching(TrajectoryFilter(**criteria)))
+        files = _write(kind, folder, counter)
+        failed_assets = _copy_assets(data, folder, counter.assets)
+        if not counter.count and TrajectoryFilter(**criteria) != TrajectoryFilter():
+            _require_run(data, directory, criteria["run"])
             shutil.rmtree(folder)
             files = []
-    for name, problem in lost.items():
+    for name, problem in failed_assets.items():
         note(f"Left out: asset {name}: {problem}")
     for damage in data.damaged:
         note(f"Left out: {damage.file} at offset {damage.offset}, {damage.size_bytes} bytes: {damage.problem}.")
     if shared().json:
-        damaged = [damage._asdict() for damage in data.damaged]
-        copied = len(counted.assets) - len(lost)
         emit(
             {
-                "trajectories": counted.count,
+                "trajectories": counter.count,
                 "files": files,
-                "assets": copied,
-                "damaged": damaged,
-                "damaged_assets": lost,
+                "assets": len(counter.assets) - len(failed_assets),
+                "damaged": [damage._asdict() for damage in data.damaged],
+                "damaged_assets": failed_assets,
             }
         )
     elif files:
-        note(f"{counted.count} trajectories in {len(files)} file{'s' * (len(files) > 1)} in {destination}.")
+        note(f"{counter.count} trajectories in {len(files)} file{'s' * (len(files) > 1)} in {destination}.")
     if not files:
         note("No trajectory matches; nothing was written.")
 
@@ -125,7 +123,7 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     """Make a folder that appears at ``path`` after the block, unless the block raises or deletes it. Raises
     InvalidRequest for an existing one."""
     if path.exists():
-        raise InvalidRequest(f"{path} exists already.", hint="Name a new folder, or delete this one first.")
+        raise InvalidRequest(f"{path} already exists.", hint="Choose a new folder, or delete this one first.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
@@ -143,10 +141,10 @@ def _require_run(data: Reader, directory: Path, run: str | None) -> None:
     names = [known.name for known in data.runs()]
     if run is not None and run not in names:
         hint = f"Runs of {directory}: {', '.join(names) or 'none'}."
-        raise UnknownRun(f"There is no run {run!r}; nothing was written.", hint=hint)
+        raise UnknownRun(f"The run {run!r} does not exist; nothing was written.", hint=hint)
 
 
-class _Counted:
+class _TrajectoryCounter:
     """An iterator over trajectories that counts them, their runs and their assets."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
@@ -163,7 +161,7 @@ class _Counted:
             yield trajectory
 
 
-def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
+def _write(kind: str, folder: Path, trajectories: _TrajectoryCounter) -> list[str]:
     """Write the files, and return their names."""
     if kind == "jsonl":
         return _write_lines(folder, trajectories)
@@ -180,19 +178,19 @@ def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
 
 def _copy_assets(data: Reader, folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Copy assets; returns the errors of those that cannot be copied."""
-    lost: dict[str, str] = {}
+    failed_assets: dict[str, str] = {}
     for name in names:
         try:
             content = data.asset(name)
         except (UnknownAsset, CorruptAsset) as error:
-            lost[name] = error.detail
+            failed_assets[name] = error.detail
             if data.strict:
                 raise
             continue
         path = asset_path(folder / FOLDER, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    return lost
+    return failed_assets
 
 
 def _write_lines(folder: Path, trajectories: Iterable[Trajectory]) -> list[str]:

@@ -14,18 +14,18 @@ from headrace_orchestrator.cli.progress import progress
 from headrace_orchestrator.console.render import size
 from headrace_orchestrator.service.fsck.findings import FsckFinding, FsckReport
 from headrace_orchestrator.service.fsck.fsck import check
-from headrace_orchestrator.service.fsck.fsck import rebuild as build_anew
+from headrace_orchestrator.service.fsck.fsck import rebuild as rebuild_projection
 
-LOST, MENDABLE = 5, 6
+LOST, DAMAGED = 5, 6
 
 
 @click.command(short_help="Check a data directory; rebuild its projection.")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--rebuild", is_flag=True, help="First rebuild the projection from the log. Stop the service before.")
+@click.option("--rebuild", is_flag=True, help="First rebuild the projection from the log. The service must be stopped.")
 @json_option
 @click.pass_context
 def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
-    """Read everything in the data directory DIR, or in a backup, and name what is damaged.
+    """Read everything in the data directory DIR, or in a backup, and list all damage.
 
     Checks every record, both copies of events, the heads and footers of files, the projection against the log,
     and assets. The service may be running. Nothing is written without --rebuild.
@@ -42,15 +42,15 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
       headrace fsck --rebuild headrace-data
     """
     if rebuild:
-        with progress("Rebuilding") as told:
-            count = build_anew(directory, on_progress=told)
+        with progress("Rebuilding") as on_progress:
+            count = rebuild_projection(directory, on_progress=on_progress)
         note(f"The projection was rebuilt: {count} trajectories.")
-    with progress("Checking") as told:
-        report = check(directory, on_progress=told)
+    with progress("Checking") as on_progress:
+        report = check(directory, on_progress=on_progress)
     if shared().json:
         emit(report)
     else:
-        _tell(report)
+        _print_report(report)
     ctx.exit(exit_code_of(report))
 
 
@@ -58,10 +58,10 @@ def exit_code_of(report: FsckReport) -> int:
     """The exit code for a result."""
     if any(finding.lost for finding in report.findings):
         return LOST
-    return MENDABLE if report.findings else OK
+    return DAMAGED if report.findings else OK
 
 
-def _tell(report: FsckReport) -> None:
+def _print_report(report: FsckReport) -> None:
     for finding in report.findings:
         click.echo(line_of(finding))
     counts = ", ".join(f"{count} {name}" for name, count in report.frames.items())
@@ -72,8 +72,8 @@ def _tell(report: FsckReport) -> None:
         note(f"The last {report.unfinished_bytes} bytes are an unfinished append that was never acknowledged.")
     if report.unprojected_bytes:
         note(f"The projection is {size(report.unprojected_bytes)} behind the log; the next start updates it.")
-    found = len(report.findings)
-    note(f"{found} finding{'s' * (found > 1)}." if found else "All is sound.")
+    count = len(report.findings)
+    note(f"{count} finding{'s' * (count > 1)}." if count else "All is sound.")
 
 
 def line_of(finding: FsckFinding) -> str:

@@ -1,17 +1,17 @@
 """Output and exit codes of commands.
 
 * Piped output has no escape codes.
-* Text from a model, an environment or a server cannot steer a terminal.
+* Text from a model, an environment or a server cannot control a terminal.
 * An error is its message and hint, without a traceback.
-* An error says each thing once.
+* An error prints its message and its hint once.
 * An id is never broken over lines.
-* With JSON an error is a problem on standard error.
-* A command line that is not valid ends with 2.
-* A service that is not reachable ends with 3.
-* Nothing in time ends with 4.
+* With ``--json`` an error is a problem on standard error.
+* An invalid command line ends with 2.
+* An unreachable service ends with 3.
+* A command without a result in time ends with 4.
 
-Results go to standard output, everything else to standard error. A terminal gets tables and colour, a pipe lines with
-tabs.
+Results go to standard output, everything else to standard error. A terminal gets tables and colour, a pipe gets lines
+with tabs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rich.table import Table
 from headrace.client.sync_client import Client
 from headrace.errors import HeadraceError, ServingEnd, Unavailable
 
-OK, FAILED, USAGE, UNREACHABLE, NOTHING = range(5)
+OK, FAILED, USAGE, UNREACHABLE, NO_RESULT = range(5)
 
 CLI_RETRY_FOR_S = 2.0
-"""Seconds of retries of a command. A person wants an answer soon; a training loop retries for longer."""
+"""Time for which a command retries: short, because a person waits for it. A training loop retries for longer."""
 
-WHOLE = frozenset({"id", "run", "worker"})
-"""Columns of ids: people copy them, so a narrow terminal shortens the other columns."""
+ID_COLUMNS = frozenset({"id", "run", "worker"})
+"""Columns of ids, which people copy: a narrow terminal shortens other columns."""
 
-STEERING = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Control characters except tab and line end, and characters that change the writing direction."""
 
-SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in STEERING}
+ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROL_CODES}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,11 +62,11 @@ def shared() -> Shared:
 def json_option(command: F) -> F:
     """Add ``--json``."""
 
-    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    def store(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.ensure_object(Shared).json |= value
 
     option = click.option(
-        "--json", is_flag=True, expose_value=False, is_eager=True, callback=remember, help="Print JSON, for scripts."
+        "--json", is_flag=True, expose_value=False, is_eager=True, callback=store, help="Print JSON, for scripts."
     )
     return option(command)
 
@@ -111,8 +111,8 @@ def emit_line(value: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape the characters that steer a terminal."""
-    return text.translate(SHOWN)
+    """Escape the characters that control a terminal."""
+    return text.translate(ESCAPES)
 
 
 def note(text: str) -> None:
@@ -130,9 +130,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str =
         for row in rows:
             click.echo("\t".join(row))
         return
-    on = console()
-    columns, rows = fitting(columns, rows, spare, on.width)
-    on.print(rich_table(columns, rows, title=title))
+    terminal = console()
+    columns, rows = fitting(columns, rows, spare, terminal.width)
+    terminal.print(rich_table(columns, rows, title=title))
 
 
 def fitting(
@@ -150,16 +150,16 @@ def fitting(
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
     """Make a Rich table; cells are text, not markup."""
-    drawn = Table(title=title or None, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
+    rich = Table(title=title or None, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
-        drawn.add_column(column, overflow="fold", no_wrap=column in WHOLE)
+        rich.add_column(column, overflow="fold", no_wrap=column in ID_COLUMNS)
     for row in rows:
-        drawn.add_row(*(escape(printable(cell)) for cell in row))
-    return drawn
+        rich.add_row(*(escape(printable(cell)) for cell in row))
+    return rich
 
 
 def facts(entries: Mapping[str, str]) -> None:
-    """Print names and values, one a line."""
+    """Print names and values, one pair a line."""
     width = max(map(len, entries), default=0)
     for name, value in entries.items():
         click.echo(f"{name:<{width}}  {value}" if on_terminal() else f"{name}\t{value}")
@@ -184,7 +184,7 @@ def exit_code(error: HeadraceError) -> int:
     """The exit code for an error."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
-    return NOTHING if isinstance(error, ServingEnd) else FAILED
+    return NO_RESULT if isinstance(error, ServingEnd) else FAILED
 
 
 def report(error: HeadraceError, *, as_json: bool) -> None:
@@ -192,7 +192,7 @@ def report(error: HeadraceError, *, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(error.problem()).decode(), err=True)
         return
-    written = notes()
-    written.print(f"[bold red]Error:[/] {escape(printable(error.detail))}", soft_wrap=True)
+    stderr = notes()
+    stderr.print(f"[bold red]Error:[/] {escape(printable(error.detail))}", soft_wrap=True)
     if error.hint:
-        written.print(escape(printable(error.hint)), soft_wrap=True)
+        stderr.print(escape(printable(error.hint)), soft_wrap=True)

@@ -13,12 +13,12 @@ from headrace_orchestrator.cli.output import note, notes, shared
 
 REFRESH_S = 0.1
 LINE_S = 5.0
-"""Interval between lines in a pipe."""
+"""Intervals between updates of the bar, and between lines in a pipe."""
 
 
 @contextmanager
 def progress(label: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
-    """Show reported progress while the block runs."""
+    """Show progress while the block runs; the block reports it by calling the yielded function."""
     if shared().json:
         yield lambda done, total: None
     elif not notes().is_terminal:
@@ -38,12 +38,12 @@ def _lines(label: str, clock: Callable[[], float]) -> OnProgress:
 
 
 def _every(interval_s: float, clock: Callable[[], float], show: OnProgress) -> OnProgress:
-    shown = clock()
+    last_shown = clock()
 
-    def told(done: int, total: int) -> None:
-        nonlocal shown
-        if clock() - shown >= interval_s:
-            shown = clock()
+    def throttled(done: int, total: int) -> None:
+        nonlocal last_shown
+        if clock() - last_shown >= interval_s:
+            last_shown = clock()
             show(done, total)
 
-    return told
+    return throttled

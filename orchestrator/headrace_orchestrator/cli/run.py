@@ -19,8 +19,8 @@ from headrace.runspec import RunSpec, parse_run_spec
 from headrace_orchestrator.cli import runs, top
 from headrace_orchestrator.cli.output import connect, emit, json_option, note, service_options, shared, table
 
-_MARKS: dict[Any, str] = {list: "[]", types.UnionType: "[]", dict: ".*"}
-"""Path suffix inside a field that holds several values; the only unions are with None."""
+_PATH_SUFFIXES: dict[Any, str] = {list: "[]", types.UnionType: "[]", dict: ".*"}
+"""Suffix of a field's path before its inner fields, by the field's type; the only unions are with None."""
 
 
 class Field(NamedTuple):
@@ -34,13 +34,13 @@ class Field(NamedTuple):
 
 @click.command(short_help="Create a run from a file.")
 @click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
-@click.option("--name", help="Name of the run; overrides the file's.")
+@click.option("--name", help="Name of the run; overrides the name in the file.")
 @click.option("--environment", "environments", multiple=True, help="An environment of the mixture; may be repeated.")
 @click.option(
     "--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Any field, as in estimator.gamma=0.9."
 )
 @click.option("--exist-ok", is_flag=True, help="Accept an existing run of the same name and spec.")
-@click.option("--watch", is_flag=True, help="Stay, and show the run until it is finished.")
+@click.option("--watch", is_flag=True, help="Show the run until it is finished.")
 @click.option("--schema", is_flag=True, help="Print every field with its type, default and meaning, and stop.")
 @service_options
 @json_option
@@ -68,7 +68,7 @@ def run(
         return
     if file is None and name is None:
         raise click.UsageError("Give a FILE or --name. `headrace run --schema` prints every field.")
-    spec = parse_run_spec(_given(file, name, environments, assignments))
+    spec = parse_run_spec(_merged_spec(file, name, environments, assignments))
     with connect(url, token) as client:
         status = client.create_run(spec, exist_ok=exist_ok)
         if watch:
@@ -78,40 +78,40 @@ def run(
         emit(status)
     else:
         table(runs.COLUMNS, [runs.row(status)])
-        given = repr(url) if url else ""
-        note(f"Learners pull it with: for batch in headrace.Client({given}).batches({status.name!r})")
+        address = repr(url) if url else ""
+        note(f"Learners pull it with: for batch in headrace.Client({address}).batches({status.name!r})")
 
 
-def _given(
+def _merged_spec(
     file: Path | None, name: str | None, environments: tuple[str, ...], assignments: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Merge the spec from the file and from flags, which override it."""
-    given = _read(file) if file is not None else {}
+    """Merge the spec of the file with the flags, which override it."""
+    spec = _read_file(file) if file is not None else {}
     if name is not None:
-        given["name"] = name
+        spec["name"] = name
     if environments:
-        given["environments"] = [{"id": environment} for environment in environments]
+        spec["environments"] = [{"id": environment} for environment in environments]
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise click.UsageError(f"--set {assignment}: it must be FIELD=VALUE.")
-        _assign(given, path.split("."), _value(text))
-    return given
+        _assign(spec, path.split("."), _value(text))
+    return spec
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any]:
     try:
         with click.open_file(str(file), "rb") as stream:
             text = stream.read().decode()
-        found = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        spec = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}.", hint="Check the path.") from error
     except (ValueError, UnicodeDecodeError) as error:
         kind = "TOML" if file.suffix == ".toml" else "JSON"
         raise InvalidRequest(f"{file} is not {kind}: {error}.", hint="Files end in .json or .toml.") from error
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{file} holds no object.", hint="`headrace run --schema` prints every field.")
-    return found
+    if not isinstance(spec, dict):
+        raise InvalidRequest(f"{file} does not contain an object.", hint="`headrace run --schema` prints every field.")
+    return spec
 
 
 def _value(text: str) -> Any:
@@ -144,7 +144,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
         meaning = " ".join((info.description or "").split())
         yield Field(prefix + name, _type(info.annotation), _default(info), meaning)
         for inner in _models(info.annotation):
-            yield from fields(inner, f"{prefix}{name}{_MARKS.get(typing.get_origin(info.annotation), '')}.")
+            yield from fields(inner, f"{prefix}{name}{_PATH_SUFFIXES.get(typing.get_origin(info.annotation), '')}.")
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

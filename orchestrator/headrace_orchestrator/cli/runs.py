@@ -18,12 +18,12 @@ from headrace_orchestrator.cli.output import (
 from headrace_orchestrator.console.last_seen import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")
-"""Columns of the table. ``groups`` are in flight; ``queued`` and ``leased`` are current episodes, the latter with the
-policy servers' capacity if known; ``done`` and ``failed`` count ended episodes."""
+"""Columns of the table. ``groups``: groups in flight. ``queued`` and ``leased``: current episodes, the latter with the
+policy servers' capacity if known. ``done`` and ``failed``: numbers of ended episodes."""
 
 
-def doing(run: messages.RunStatus) -> str:
-    """The learner's activity in a word, or the end of the run."""
+def learner_state(run: messages.RunStatus) -> str:
+    """The learner's activity in one word, or the state of a run that is over."""
     if run.state != "active":
         return run.state
     if run.learner_waiting:
@@ -33,13 +33,13 @@ def doing(run: messages.RunStatus) -> str:
 
 def row(run: messages.RunStatus) -> list[str]:
     """Format a run as a row of ``COLUMNS``."""
-    waits = ", ".join(reason.code for reason in run.reasons) if run.learner_waiting else ""
+    waits_on = ", ".join(reason.code for reason in run.reasons) if run.learner_waiting else ""
     ended = run.episodes.get("finished", 0) + run.episodes.get("truncated", 0)
     return [
         run.name,
         run.version,
-        doing(run),
-        waits or "–",
+        learner_state(run),
+        waits_on or "–",
         str(run.in_flight),
         str(run.queued),
         str(run.leased) if run.attainable is None else f"{run.leased} of {run.attainable}",
@@ -49,8 +49,8 @@ def row(run: messages.RunStatus) -> list[str]:
     ]
 
 
-def troubles(run: messages.RunStatus) -> list[str]:
-    """Sentences about persistent failures, whether or not the learner waits, and about a weight sync under way."""
+def problems(run: messages.RunStatus) -> list[str]:
+    """Sentences about persistent failures, whether or not the learner waits, and about a weight sync in progress."""
     failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
@@ -59,24 +59,24 @@ def troubles(run: messages.RunStatus) -> list[str]:
 @service_options
 @json_option
 def runs(url: str | None, token: str | None) -> None:
-    """List all runs: what each learner does, and what it waits on.
+    """List all runs, with the activity of each learner and the reasons that it waits.
 
-    `groups` are in flight. `queued` and `leased` are current episodes, with the policy servers' capacity if
-    known; `done` counts episodes that ended by themselves or by a budget. `reward` is the mean of the last 256.
-    Persistent failures are listed below the table.
+    `groups` counts groups in flight. `queued` and `leased` count current episodes, with the policy servers'
+    capacity if known; `done` counts episodes that finished or used up a budget. `reward` is the mean of the last
+    256 episodes. Persistent failures are listed below the table.
 
     \b
     Example:
       headrace runs --json
     """
     with connect(url, token) as client:
-        found = client.runs()
+        statuses = client.runs()
     if shared().json:
-        emit(found)
-    elif found:
-        table(COLUMNS, [row(run) for run in found])
-        for run in found:
-            for trouble in troubles(run):
-                note(f"{run.name}: {trouble}")
+        emit(statuses)
+    elif statuses:
+        table(COLUMNS, [row(run) for run in statuses])
+        for run in statuses:
+            for problem in problems(run):
+                note(f"{run.name}: {problem}")
     else:
         note("No runs yet. `headrace run --help` says how to make one.")

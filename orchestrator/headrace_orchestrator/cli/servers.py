@@ -20,8 +20,8 @@ from headrace_orchestrator.cli.output import (
 )
 
 COLUMNS = ("server", "state", "version", "paused", "running", "waiting", "cache", "reason")
-"""Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting``: requests. ``cache``:
-share in use."""
+"""Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting``: numbers of requests.
+``cache``: share of the KV cache in use."""
 
 ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
     "add": Client.add_server,
@@ -29,8 +29,8 @@ ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
     "remove": Client.remove_server,
 }
 
-FIRST_LOOK_S = 5.0
-"""Longest wait for the first check of a server that was just added."""
+FIRST_PROBE_S = 5.0
+"""Longest wait for the first probe of a new server."""
 
 
 def row(server: messages.PolicyServerStatus) -> list[str]:
@@ -47,13 +47,13 @@ def row(server: messages.PolicyServerStatus) -> list[str]:
     ]
 
 
-def why_no_server(run: messages.RunStatus) -> str:
+def no_servers_reason(run: messages.RunStatus) -> str:
     """The reason that a run has no policy servers."""
     if run.state == "closed":
-        return f"The run {run.name} is closed: it has no policy servers any more."
+        return f"The run {run.name} is closed, so it has no policy servers."
     if not run.spec.get("policy", {}).get("endpoints"):
-        return f"The run {run.name} has no policy servers of its own: each worker asks that which it was started with."
-    return f"The run {run.name} has no policy server now: all were removed, or the names in policy.endpoints give none."
+        return f"The run {run.name} has no policy servers of its own: each worker uses the one from its command line."
+    return f"The run {run.name} has no policy server now: all were removed, or no name in policy.endpoints resolves."
 
 
 @click.command(short_help="Show the policy servers of a run; add, drain or remove one.")
@@ -63,8 +63,8 @@ def why_no_server(run: messages.RunStatus) -> str:
 @service_options
 @json_option
 def servers(run: str, action: str | None, address: str | None, url: str | None, token: str | None) -> None:
-    """Show the policy servers of RUN. `add` adds one while it runs (or ends the drain of one), `drain` lets one finish
-    its requests, `remove` removes it.
+    """Show the policy servers of RUN. `add` adds a server to the running run, or ends its drain; `drain` sends it no
+    new requests; `remove` removes it.
 
     \b
     Examples:
@@ -76,17 +76,17 @@ def servers(run: str, action: str | None, address: str | None, url: str | None, 
     with connect(url, token) as client:
         if action is not None and address is not None:
             ACTIONS[action](client, run, address)
-        found = client.servers(run)
-        if any(server.state == "unknown" for server in found.servers):
-            found = client.servers(run, revision=found.revision, wait_s=FIRST_LOOK_S)
-        why_none = "" if found.servers else why_no_server(client.run(run))
+        reply = client.servers(run)
+        if any(server.state == "unknown" for server in reply.servers):
+            reply = client.servers(run, revision=reply.revision, wait_s=FIRST_PROBE_S)
+        reason = "" if reply.servers else no_servers_reason(client.run(run))
     if shared().json:
-        emit(found)
-    elif found.servers:
-        table(COLUMNS, [row(server) for server in found.servers])
+        emit(reply)
+    elif reply.servers:
+        table(COLUMNS, [row(server) for server in reply.servers])
     else:
-        note(why_none)
-    if found.sync:
-        note(found.sync)
-    if found.skipped:
-        note(f"Skipped, since newer versions came before any server had them: {', '.join(found.skipped)}.")
+        note(reason)
+    if reply.sync:
+        note(reply.sync)
+    if reply.skipped:
+        note(f"Skipped versions, replaced by newer ones before any server loaded them: {', '.join(reply.skipped)}.")

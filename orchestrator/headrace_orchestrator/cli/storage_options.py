@@ -1,7 +1,8 @@
 """Storage options of every command that starts an orchestrator.
 
-* Each says what it deletes or stops; by default nothing is deleted, and only a full disk stops admission.
-* A command that starts the orchestrator as a child passes them on unchanged.
+* By default nothing is deleted, and only a full disk stops admission.
+* A command that starts the orchestrator as a child passes the options on unchanged.
+* The environment can set the options.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
     (
         "--max-held-bytes",
         click.IntRange(min=1),
-        "Most bytes that groups in flight of all runs hold; then none is admitted.",
+        "Maximum bytes of all runs' groups in flight; above it no group is admitted.",
     ),
-    ("--max-disk-bytes", click.IntRange(min=1), "Bytes of log and assets from which on no group is admitted."),
+    ("--max-disk-bytes", click.IntRange(min=1), "Maximum bytes of log and assets; above it no group is admitted."),
 )
 
 
@@ -46,16 +47,16 @@ def storage_settings(
     max_held_bytes: int | None,
     max_disk_bytes: int | None,
 ) -> dict[str, Any]:
-    """The fields of ``Settings``."""
+    """The fields of ``Settings`` that the options set."""
     retention = RetentionRules(age_s=keep_age_s, trajectories=keep_trajectories, size_bytes=keep_bytes)
     return {"retention": retention, "max_held_bytes": max_held_bytes, "max_disk_bytes": max_disk_bytes}
 
 
-def storage_arguments(given: dict[str, Any]) -> list[str]:
-    """The arguments of a child's command line."""
+def storage_arguments(options: dict[str, Any]) -> list[str]:
+    """The same options as arguments of a child's command line."""
     return [
         part
-        for name, value in given.items()
+        for name, value in options.items()
         if value is not None
         for part in (f"--{name.replace('_', '-')}", f"{value}")
     ]

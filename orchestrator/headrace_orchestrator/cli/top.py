@@ -36,8 +36,15 @@ WORKER_COLUMNS = ("worker", "pool", "slots", "leased", "seen", "state")
 
 
 @click.command(short_help="Show live whether the learner is waiting, and on what.")
-@click.option("--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds.")
-@click.option("--once", is_flag=True, help="Print it once. The default where output is piped.")
+@click.option(
+    "--interval",
+    "interval_s",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0.1),
+    help="Seconds.",
+)
+@click.option("--once", is_flag=True, help="Print once. Default if the output is piped.")
 @service_options
 @json_option
 def top(interval_s: float, once: bool, url: str | None, token: str | None) -> None:
@@ -60,7 +67,7 @@ def watch(
     client: Client, *, run: str | None = None, interval_s: float = 1.0, sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Show the service until Ctrl-C, or one run until it is over. A pipe or --json gets a line at each change."""
-    with suppress(KeyboardInterrupt):  # the usual way to end it
+    with suppress(KeyboardInterrupt):  # the usual way to end a live view
         if shared().json or not on_terminal():
             _follow(client, run, interval_s, sleep)
         else:
@@ -75,9 +82,9 @@ def _live(client: Client, run: str | None, interval_s: float, sleep: Callable[[f
             except Unavailable as error:
                 live.update(Text(f"{error}", style="yellow"), refresh=True)
             else:
-                shown = [entry for entry in status.runs if run in (None, entry.name)]
-                live.update(_view(status, shown), refresh=True)
-                if run is not None and all(entry.state != "active" for entry in shown):
+                selected = [entry for entry in status.runs if run in (None, entry.name)]
+                live.update(_view(status, selected), refresh=True)
+                if run is not None and all(entry.state != "active" for entry in selected):
                     return
             sleep(interval_s)
 
@@ -89,10 +96,10 @@ def verdict(run: messages.RunStatus) -> str:
     if run.learner_waiting:
         reasons = " ".join(reason.message for reason in run.reasons) or "no reason given"
         return f"{run.name}: the learner waits. {reasons}"
-    troubles = "".join(f". {trouble}" for trouble in runs.troubles(run))
+    troubles = "".join(f". {trouble}" for trouble in runs.problems(run))
     if run.learner_doing_s < 0:
         return f"{run.name}: no learner has pulled yet{troubles}"
-    return f"{run.name}: the learner is {runs.doing(run)} ({span(run.learner_doing_s)}){troubles}"
+    return f"{run.name}: the learner is {runs.learner_state(run)} ({span(run.learner_doing_s)}){troubles}"
 
 
 def worker_row(worker: messages.WorkerStatus) -> list[str]:
@@ -101,17 +108,17 @@ def worker_row(worker: messages.WorkerStatus) -> list[str]:
     return [worker.worker, worker.pool, str(worker.slots), str(worker.leased), span(worker.seen_s), state]
 
 
-def _view(status: messages.ServiceStatus, shown: list[messages.RunStatus]) -> RenderableType:
+def _view(status: messages.ServiceStatus, selected: list[messages.RunStatus]) -> RenderableType:
     sentences = [
         Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(printable(verdict(entry)))}")
-        for entry in shown
+        for entry in selected
     ]
     head = f"headrace {status.version}, epoch {status.epoch}, up {span(status.uptime_s)}"
     return Group(
         Text(head, style="dim"),
         *(sentences or [Text("No runs yet.")]),
         Text(),
-        rich_table(runs.COLUMNS, [runs.row(entry) for entry in shown]),
+        rich_table(runs.COLUMNS, [runs.row(entry) for entry in selected]),
         Text(),
         rich_table(WORKER_COLUMNS, [worker_row(worker) for worker in status.workers]),
     )
@@ -125,13 +132,13 @@ def _print(status: messages.ServiceStatus) -> None:
 
 
 def _follow(client: Client, run: str | None, interval_s: float, sleep: Callable[[float], None]) -> None:
-    said = ""
+    last = ""
     while True:
-        shown = [entry for entry in client.runs() if run in (None, entry.name)]
-        now = "; ".join(verdict(entry) for entry in shown)
-        if now != said:
+        selected = [entry for entry in client.runs() if run in (None, entry.name)]
+        now = "; ".join(verdict(entry) for entry in selected)
+        if now != last:
             note(now)
-            said = now
-        if run is not None and all(entry.state != "active" for entry in shown):
+            last = now
+        if run is not None and all(entry.state != "active" for entry in selected):
             return
         sleep(interval_s)

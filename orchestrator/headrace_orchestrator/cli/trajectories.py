@@ -37,12 +37,12 @@ SPARE = ("tokens", "versions", "status")
 DEFAULT_LIMIT = 50
 
 SHOWN_IDS = 32
-"""Number of last ids of a turn that a transcript shows if they exceed the text given to the environment."""
+"""Number of a turn's last ids that a transcript shows if the environment got only a part of the turn."""
 
 
 class TurnLine(NamedTuple):
-    """The value of a turn. ``return_to_go`` is discounted by γ per turn of its agent; ``advantage``: in its batch, None
-    if it has none or its segment is not trained on."""
+    """A turn and its values. ``return_to_go``: discounted by γ per turn of the agent. ``advantage``: None
+    without a batch, or if the segment is not trained on."""
 
     agent: str
     turn: Turn
@@ -63,11 +63,11 @@ def trajectories() -> None:
 
 @trajectories.command("list")
 @click.argument("run")
-@click.option("--status", type=click.Choice(get_args(Status)), help="Only these.")
-@click.option("--environment", help="Only this environment id.")
-@click.option("--evaluation", help="Only this evaluation's.")
+@click.option("--status", type=click.Choice(get_args(Status)), help="Only trajectories with this status.")
+@click.option("--environment", help="Only trajectories of this environment.")
+@click.option("--evaluation", help="Only trajectories of this evaluation.")
 @click.option(
-    "--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Most trajectories, newest first."
+    "--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Maximum number of trajectories."
 )
 @service_options
 @json_option
@@ -90,11 +90,11 @@ def list_trajectories(
         pages = client.trajectories(
             run, status=status, environment=environment, evaluation=evaluation, page=min(limit, 200)
         )
-        found = list(islice(pages, limit))
+        summaries = list(islice(pages, limit))
     if shared().json:
-        emit(found)
-    elif found:
-        table(COLUMNS, [_row(summary) for summary in found], spare=SPARE)
+        emit(summaries)
+    elif summaries:
+        table(COLUMNS, [_row(summary) for summary in summaries], spare=SPARE)
     else:
         note("No trajectories match.")
 
@@ -114,27 +114,27 @@ def show(trajectory: str, url: str | None, token: str | None) -> None:
       headrace trajectories show 0198c0de-0000-7000-8000-000000000000
     """
     with connect(url, token) as client:
-        found = client.trajectory(trajectory)
-        gamma = parse_run_spec(client.run(found.run).spec).estimator.gamma
+        record = client.trajectory(trajectory)
+        gamma = parse_run_spec(client.run(record.run).spec).estimator.gamma
         try:
             batch = client.advantages(trajectory)
         except UnknownBatch:
             batch = None
     if shared().json:
-        emit(_as_data(found, gamma, batch))
+        emit(_as_data(record, gamma, batch))
     else:
-        _print(found, gamma, batch)
+        _print(record, gamma, batch)
 
 
 def turn_lines(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[int, TurnLine]:
-    """List the turns by index, with the return-to-go G_k = r_k + γ·G_{k+1} over the turns of the same agent."""
+    """The turns by index, with the return-to-go G_k = r_k + γ·G_{k+1} over the turns of the same agent."""
     advantages = _advantages_by_turn(trajectory, batch)
     lines: dict[int, TurnLine] = {}
     for agent in {segment.agent for segment in trajectory.segments}:
-        following = 0.0
+        return_to_go = 0.0
         for turn in reversed(trajectory.agent_turns(agent)):
-            following = turn.reward + gamma * following
-            lines[turn.index] = TurnLine(agent, turn, following, advantages.get(turn.index))
+            return_to_go = turn.reward + gamma * return_to_go
+            lines[turn.index] = TurnLine(agent, turn, return_to_go, advantages.get(turn.index))
     return dict(sorted(lines.items()))
 
 
@@ -162,14 +162,13 @@ def _row(summary: wire.TrajectorySummary) -> list[str]:
 
 
 def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[str, Any]:
-    """The readable part of a record, without arrays, which the API serves. A turn of which the environment got only a
-    part includes its ids."""
-    hidden = {"segments"}
+    """The readable part of a record, without its arrays, which the API serves. A turn includes its ids if the
+    environment got only a part of it."""
     sampled = _sampled_ids(trajectory)
     data = {
         name: msgspec.to_builtins(getattr(trajectory, name))
         for name in trajectory.__struct_fields__
-        if name not in hidden
+        if name != "segments"
     }
     data["gamma"] = gamma
     data["batch"] = batch.batch if batch is not None else None
@@ -198,10 +197,10 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
     """The lines of a transcript, as Rich markup."""
     lines = turn_lines(trajectory, gamma, batch)
     versions = trajectory.version_range()
-    made_by = f", {_version_words(*versions)}" if versions else ""
+    policy = f", {_version_words(*versions)}" if versions else ""
     yield f"[bold]{escape(trajectory.id)}[/]  {escape(trajectory.task.environment)}, seed {trajectory.task.seed}"
     turns = _count(len(lines), "turn")
-    yield f"{trajectory.status} ({trajectory.stop_reason}), {turns}{made_by}, γ = {gamma:g} per turn"
+    yield f"{trajectory.status} ({trajectory.stop_reason}), {turns}{policy}, γ = {gamma:g} per turn"
     if batch is not None:
         yield f"advantages by {batch.estimator} in batch {batch.batch}"
     else:
@@ -219,7 +218,7 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
             turn = lines[message.turn].turn
             if turn.said:
                 yield f"[yellow]{escape(_sampled(turn, sampled[turn.index]))}[/]"
-            yield f"[cyan]{escape(_worth(lines[message.turn]))}[/]"
+            yield f"[cyan]{escape(_turn_values(lines[message.turn]))}[/]"
 
 
 def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:
@@ -232,10 +231,10 @@ def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:
 
 
 def _sampled(turn: Turn, ids: list[int]) -> str:
-    """Format the ids and text of a turn of which the environment got only a part."""
+    """Format the sampled ids and text of a turn, if the environment got only a part of it."""
     shown = " ".join(map(str, ids[-SHOWN_IDS:]))
-    before = "… " if len(ids) > SHOWN_IDS else ""
-    return f"sampled {_count(len(ids), 'token')}: {before}{shown}\nwhich say: {turn.said!r}"
+    ellipsis = "… " if len(ids) > SHOWN_IDS else ""
+    return f"sampled {_count(len(ids), 'token')}: {ellipsis}{shown}\nas text: {turn.said!r}"
 
 
 def _count(count: int, noun: str) -> str:
@@ -265,13 +264,13 @@ def _image(part: ContentPart) -> str:
     return f"<image {part.asset}>" + (f" as text: {part.text}" if part.text else "")
 
 
-def _worth(line: TurnLine) -> str:
+def _turn_values(line: TurnLine) -> str:
     turn = line.turn
     parts = ", ".join(f"{name} {number(value)}" for name, value in turn.reward_parts.items())
     end = ", terminated" if turn.terminated else ", truncated" if turn.truncated else ""
-    explained = f" ({parts})" if parts else ""
+    breakdown = f" ({parts})" if parts else ""
     advantage = f", advantage {number(line.advantage)}" if line.advantage is not None else ""
     return (
-        f"reward {number(turn.reward)}{explained}, return-to-go {number(line.return_to_go)}{advantage}, "
+        f"reward {number(turn.reward)}{breakdown}, return-to-go {number(line.return_to_go)}{advantage}, "
         f"{_count(turn.end - turn.start, 'token')}{end}"
     )

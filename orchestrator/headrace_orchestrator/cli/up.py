@@ -1,7 +1,7 @@
 """``headrace up``: run orchestrator, workers and tiny policy on this machine, as child processes.
 
-* Up prints one line for each component and where the page is.
-* A signal stops all in order.
+* Up prints one line for each component, and the address of the page.
+* A signal stops all components in order.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from headrace_orchestrator.settings import Address
 TINY_POLICY_PORT = 8471
 """Default port of the tiny policy, which the learners of the examples use."""
 
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Interval between checks of the children."""
 
 WORKER_GRACE_S = 15.0
-"""Time for workers to finish their episodes; then they hand them back."""
+"""Time for workers to finish their episodes; then they return the unfinished ones."""
 
 GRACE_S = 20.0
-"""Time for any component to end; then it is killed."""
+"""Time for any component to end before it is killed."""
 
 
 @click.command(short_help="Run an orchestrator and workers on this machine.")
@@ -52,7 +52,7 @@ GRACE_S = 20.0
     default=TINY_POLICY_PORT,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="Port of the tiny policy; learners load their weights there. 0: a free one.",
+    help="Port of the tiny policy, to which learners send their weights. 0: the system chooses.",
 )
 @click.option(
     "--import",
@@ -65,10 +65,10 @@ GRACE_S = 20.0
     "--sandbox",
     default="",
     metavar="RUNTIME",
-    help="What workers run programs in, such as bubblewrap: for environments of `code:` and `python:`.",
+    help="Sandbox runtime of the workers, such as bubblewrap, for `code:` and `python:` environments.",
 )
 @click.option(
-    "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="Token of the workers; with --tokens."
+    "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="Token of the workers; needed with --tokens."
 )
 @storage_options
 @json_option
@@ -104,15 +104,16 @@ def up(
             raise click.UsageError(f"{error}.") from error
     if tokens is not None and workers and not token:
         raise SetupError(
-            "With --tokens, workers need a token too.", hint="Set HEADRACE_TOKEN to one whose role is worker."
+            "With --tokens, workers need a token too.", hint="Set HEADRACE_TOKEN to a token with the role worker."
         )
     port = port or components.free_port()
-    url = Address(host, port).url
+    address = Address(host, port)
     components.require_free(host, port)
     tiny_policy_port = tiny_policy_port or components.free_port()
     if tiny_policy:
         components.require_free("127.0.0.1", tiny_policy_port)
-    with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_say, grace_s=GRACE_S) as supervisor:
+    with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_print_event, grace_s=GRACE_S) as supervisor:
+        sleep = interruptible_sleep(stop)
         supervisor.start(
             components.orchestrator(
                 data,
@@ -122,17 +123,17 @@ def up(
                 arguments=["--max-wait-s", f"{max_wait_s}", *storage_arguments(storage)],
             )
         )
-        await_answer(supervisor, "orchestrator", port, "/readyz", host=_local(host), sleep=pause(stop))
+        await_answer(supervisor, "orchestrator", port, "/readyz", host=address.local_host, sleep=sleep)
         if tiny_policy:
             supervisor.start(components.tiny_policy("tiny-policy", tiny_policy_port))
-            await_answer(supervisor, "tiny-policy", tiny_policy_port, "/health", sleep=pause(stop))
+            await_answer(supervisor, "tiny-policy", tiny_policy_port, "/health", sleep=sleep)
             policy_endpoint = f"http://127.0.0.1:{tiny_policy_port}"
         for number in range(workers):
             name = f"worker-{number}"
             supervisor.start(
                 components.worker(
                     name,
-                    url,
+                    address.url,
                     slots=slots,
                     policy_endpoint=policy_endpoint,
                     imports=imports,
@@ -141,15 +142,15 @@ def up(
                     token=token,
                 )
             )
-        _say_where(url, policy_endpoint)
-        while not stop.wait(LOOK_S):
+        _print_addresses(address.url, policy_endpoint)
+        while not stop.wait(CHECK_INTERVAL_S):
             supervisor.poll()
         note("Stopping.")
 
 
 @contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT, SIGTERM and SIGHUP set, in place of their usual effect."""
+    """Replace the handlers of SIGINT, SIGTERM and SIGHUP: they set the yielded event."""
     stop = threading.Event()
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {name: signal.signal(name, lambda *_: stop.set()) for name in names}
@@ -160,8 +161,8 @@ def stop_signal() -> Iterator[threading.Event]:
             signal.signal(name, handler)
 
 
-def pause(stop: threading.Event) -> Callable[[float], None]:
-    """Sleep, and end the command if the event is set meanwhile."""
+def interruptible_sleep(stop: threading.Event) -> Callable[[float], None]:
+    """Make a sleep function that ends the command if the event is set."""
 
     def sleep(seconds: float) -> None:
         if stop.wait(seconds):
@@ -170,12 +171,7 @@ def pause(stop: threading.Event) -> Callable[[float], None]:
     return sleep
 
 
-def _local(host: str) -> str:
-    """The address under which this machine reaches a bound one."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def _say(event: ProcessEvent) -> None:
+def _print_event(event: ProcessEvent) -> None:
     if shared().json:
         emit_line(event._asdict())
     else:
@@ -183,7 +179,7 @@ def _say(event: ProcessEvent) -> None:
         click.echo(f"{event.component:<14} {event.what} ({detail})")
 
 
-def _say_where(url: str, policy_endpoint: str) -> None:
+def _print_addresses(url: str, policy_endpoint: str) -> None:
     if shared().json:
         emit_line({"url": url, "policy_endpoint": policy_endpoint})
         return

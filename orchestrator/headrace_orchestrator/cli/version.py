@@ -1,4 +1,4 @@
-"""``headrace version``."""
+"""``headrace version``: print the versions of Headrace and of what it runs on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def version() -> None:
     Example:
       headrace version --json
     """
-    found = {
+    versions = {
         "headrace": installed("headrace"),
         "schema": str(SCHEMA),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     if shared().json:
-        emit(found)
+        emit(versions)
     else:
-        facts(found)
+        facts(versions)

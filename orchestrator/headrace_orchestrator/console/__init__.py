@@ -1,1 +1,1 @@
-"""The console: a page that says whether the learner waits, and on what."""
+"""The console: a page that shows whether the learner waits, and on what."""

@@ -1,7 +1,7 @@
-"""The rules by which a worker or a learner counts as silent.
+"""Rules for when a worker or a learner counts as silent.
 
-* A worker not heard of for half a minute is silent.
-* A learner that holds no batch is silent once a batch lease has passed without a word.
+* A worker that has sent nothing for half a minute is silent.
+* A learner without a batch that has sent nothing for a batch lease is silent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def is_silent(worker: WorkerStatus) -> bool:
 
 
 def learner_is_silent(run: RunStatus) -> bool:
-    """Return True if the last message of the run's learner is outdated. A learner that waits or holds a batch is alive:
-    both end by themselves if it dies."""
+    """Return True if the last message of the run's learner is outdated. A learner that waits or has a batch is alive:
+    otherwise its connection or its batch lease would end."""
     if run.learner_waiting or run.batches_open:
         return False
     lease_s: float = run.spec.get("batch_lease_s", _BATCH_LEASE_S)

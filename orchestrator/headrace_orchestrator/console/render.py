@@ -1,12 +1,12 @@
 """Pages rendered from the state of the service.
 
-* The first thing on the page is whether the learner is waiting, and on what.
-* Live runs come first, and those whose learner waits before the others.
-* Runs that are over are folded.
-* A learner that has not spoken for long is not said to be training.
-* A worker that has not spoken for long is silent.
-* While the disk refuses, that comes before all else.
-* A page is whole without scripts, and loads nothing from elsewhere.
+* The page begins with whether the learner is waiting, and on what.
+* Active runs come first, and of them those with a waiting learner.
+* Runs that are over are collapsed.
+* A learner that has sent nothing for long is not shown as training.
+* A worker that has sent nothing for long is shown as silent.
+* While the disk refuses writes, the page begins with that.
+* A page is complete without scripts, and loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headrace.wire.messages import RunStatus, ServiceStatus, WorkerStatus
 from headrace_orchestrator.console.last_seen import is_silent, learner_is_silent
 
 _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
-"""Order of runs on the page, by the tone of their headlines."""
+"""The order of runs on the page, by the tone of their headlines."""
 
 
 class Phase(Protocol):
-    """The service's current work; ``done`` of ``total`` bytes while it starts. ``failure``: the reason that it cannot
-    store; ``remedy``: the action to take."""
+    """The phase of the service. ``done`` of ``total`` bytes are read while it starts. ``failure``: the reason that it
+    cannot store; ``remedy``: the action to take."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Phase(Protocol):
 
 
 class Headline(NamedTuple):
-    """A sentence that says whether the learner of a run waits. ``tone``: waiting, busy, idle or over."""
+    """A sentence that tells whether the learner of a run waits. ``tone``: waiting, busy, idle or over."""
 
     tone: str
     sentence: str
@@ -48,19 +48,19 @@ class Headline(NamedTuple):
 
 
 def headline(run: RunStatus) -> Headline:
-    """Make the headline of a run: whether its learner waits, and on what."""
+    """The headline of a run, which tells whether its learner waits, and on what."""
     reasons = [reason.message for reason in run.reasons]
     if run.state != "active":
         over = {"finished": "is finished: all its tasks were served", "closed": "was closed"}[run.state]
-        return Headline("over", f"Nobody is waiting: the run {over}.", [])
+        return Headline("over", f"No learner is waiting: the run {over}.", [])
     if run.learner_waiting:
-        # Episodes always run or are queued; where something holds them back, that is what is waited for.
-        told = [reason for reason in run.reasons if reason.code != "collecting"] or run.reasons
-        what = {_WAITED_FOR.get(reason.code, reason.code): None for reason in told}
-        return Headline("waiting", f"The learner is waiting for {_list(list(what)) or 'a batch'}.", reasons)
+        # Some episodes always run or are queued. If there is another reason, the learner waits for that one.
+        causes = [reason for reason in run.reasons if reason.code != "collecting"] or run.reasons
+        texts = dict.fromkeys(_WAITED_FOR.get(reason.code, reason.code) for reason in causes)
+        return Headline("waiting", f"The learner is waiting for {_list(list(texts)) or 'a batch'}.", reasons)
     if learner_is_silent(run):
         ago = duration(run.learner_doing_s)
-        return Headline("idle", f"No learner is connected: the last word of one was {ago} ago.", reasons)
+        return Headline("idle", f"No learner is connected: the last message of one came {ago} ago.", reasons)
     if run.learner_doing in ("training", "evaluating", "checkpointing"):
         since = f" for {duration(run.learner_doing_s)}" if run.learner_doing_s >= 0 else ""
         return Headline("busy", f"The learner is not waiting: it has been {run.learner_doing}{since}.", reasons)
@@ -75,29 +75,29 @@ _WAITED_FOR = {
     "collecting": "episodes that are running",
     "no-workers": "workers",
     "adapters": "policy servers: they could not take an adapter",
-    "policy-saturated": "policy servers: they take no more at a time",
+    "policy-saturated": "policy servers: they are at capacity",
     "no-policy-servers": "policy servers: none takes requests",
     "weight-sync": "new weights in the policy servers",
     **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
-    "all-stale": "fresh episodes: what there was is too stale",
+    "all-stale": "fresh episodes: all others are too stale",
     "batches-held": "itself: it holds batches that it has not acked",
-    "shards-not-fetched": "ranks of its own that did not pull their shards",
+    "shards-not-fetched": "its own ranks that did not pull their shards",
     "byte-bound": "room: the run's bytes are used up",
-    "service-byte-bound": "room: all runs together hold as many bytes as they may",
-    "disk-bound": "room: as much is stored as may be",
+    "service-byte-bound": "room: the bytes of all runs together are used up",
+    "disk-bound": "room: the bytes of the disk bound are used up",
     "tasks-exhausted": "nothing: the tasks are exhausted",
     "groups-left": "nothing: too few groups are left for a batch",
     "evaluation-hold": "an evaluation",
     "quarantined": "nothing: the tasks are quarantined",
-    "no-tasks": "tasks, which it has to submit",
+    "no-tasks": "tasks, which it must submit",
     "draining": "this orchestrator, which is stopping",
     "closed": "nothing: the run is closed",
-    "filtered": "groups of the kinds that it asks for",
-    "zero-variance": "groups whose members differ in what they earn",
+    "filtered": "groups of the kinds that it requested",
+    "zero-variance": "groups whose members have different rewards",
     "row-too-long": "groups whose rows fit into a bin",
-    "group-ended": "nothing: a group that it awaits has ended",
+    "group-ended": "nothing: a group that it waits for has ended",
 }
-"""The meaning of each reason of an empty pull, for people."""
+"""The reasons of an empty pull in words, by code."""
 
 
 def duration(seconds: float) -> str:
@@ -127,13 +127,13 @@ def console(status: ServiceStatus, phase: Phase) -> str:
 
 def content(status: ServiceStatus, phase: Phase) -> str:
     """The part of the page that changes."""
-    told = [(run, headline(run)) for run in status.runs]
-    told.sort(key=lambda entry: _TONES[entry[1].tone])
+    headlines = [(run, headline(run)) for run in status.runs]
+    headlines.sort(key=lambda entry: _TONES[entry[1].tone])
     return _templates.get_template("content.html").render(
         status=status,
         phase=phase,
-        live=[entry for entry in told if entry[1].tone != "over"],
-        over=[entry for entry in told if entry[1].tone == "over"],
+        live=[entry for entry in headlines if entry[1].tone != "over"],
+        over=[entry for entry in headlines if entry[1].tone == "over"],
         workers=_by_pool(status.workers),
     )
 
@@ -144,7 +144,7 @@ def docs(document: dict[str, Any]) -> str:
 
 
 def worker_state(worker: WorkerStatus) -> str:
-    """A worker's state in a word."""
+    """A worker's state in one word."""
     if is_silent(worker):
         return "silent"
     return "draining" if worker.draining else "working" if worker.leased else "idle"

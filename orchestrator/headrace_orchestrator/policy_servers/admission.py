@@ -3,7 +3,7 @@
 * Each server has a window of episodes; the run's limit is the sum of its servers' windows.
 * A window grows by slow start, then by additive increase, and only while the run fills its limit.
 * A preemption cuts a window; a standing queue reduces it by the length of the queue.
-* A cut takes effect before the next one: while the run is above its limit, there is no further cut.
+* A cut takes effect before the next one: no further cut is made while the run is above its limit.
 * Growth stops while the KV cache is nearly full.
 * A reading of zero while tokens are generated is ignored: vLLM's gauges often say 0 while it is busy.
 * A server whose metrics do not answer keeps its window, which does not grow; one without metrics lifts the cap.

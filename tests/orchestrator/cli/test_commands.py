@@ -1,4 +1,4 @@
-"""The command line against a scripted server: shapes of JSON, exit codes, and what is printed when piped."""
+"""The command line against a scripted server: JSON, exit codes and piped output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "servers",
 # Every command
 
 
-def test_every_command_is_there_and_its_help_has_an_example(headrace: Headrace) -> None:
+def test_every_command_is_listed_and_its_help_has_an_example(headrace: Headrace) -> None:
     assert set(COMMANDS) <= set(cli.list_commands(None))  # type: ignore[arg-type]
     for name in COMMANDS:
         shown = headrace(name, "--help")
@@ -49,7 +49,7 @@ def test_piped_output_has_no_escape_codes(headrace: Headrace, stub: StubServer) 
         assert "━" not in shown.output
 
 
-def test_a_command_line_that_is_not_valid_ends_with_2(headrace: Headrace) -> None:
+def test_an_invalid_command_line_ends_with_2(headrace: Headrace) -> None:
     assert headrace("runs", "--nonsense").exit_code == 2
     assert headrace("nonsense").exit_code == 2
     assert headrace("run").exit_code == 2
@@ -57,7 +57,7 @@ def test_a_command_line_that_is_not_valid_ends_with_2(headrace: Headrace) -> Non
     assert (failed.exit_code, json.loads(failed.stderr)["code"]) == (2, "invalid-request")
 
 
-def test_a_service_that_is_not_reachable_ends_with_3(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_ends_with_3(headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_orchestrator.cli.output.CLI_RETRY_FOR_S", 0.0)
     failed = headrace("runs", "--url", "http://127.0.0.1:1")
     assert failed.exit_code == 3
@@ -65,7 +65,7 @@ def test_a_service_that_is_not_reachable_ends_with_3(headrace: Headrace, monkeyp
     assert failed.stdout == ""
 
 
-def test_nothing_in_time_ends_with_4(headrace: Headrace, stub: StubServer) -> None:
+def test_a_command_without_a_result_in_time_ends_with_4(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", problem(NothingToServe("No batch.")))
     assert headrace("runs").exit_code == 4
 
@@ -87,7 +87,7 @@ def test_with_json_an_error_is_a_problem_on_standard_error(headrace: Headrace, s
     assert {"type", "title", "status", "code", "detail", "hint"} <= body.keys()
 
 
-def test_what_nobody_foresaw_is_a_message_too_and_debug_shows_it(
+def test_an_unexpected_error_is_a_message_too_and_debug_shows_its_traceback(
     headrace: Headrace, stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*args: object) -> None:
@@ -153,7 +153,7 @@ SERVERS = messages.PolicyServersReply(
 )
 
 
-def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, stub: StubServer) -> None:
+def test_servers_are_a_table_with_states_and_reasons(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs/guess/servers", ok(SERVERS))
     lines = [line.split("\t") for line in headrace("servers", "guess").stdout.splitlines()]
     assert lines[0][:4] == ["server", "state", "version", "paused"]
@@ -163,38 +163,38 @@ def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, st
 
 
 @pytest.mark.parametrize(
-    ("state", "endpoints", "said"),
+    ("state", "endpoints", "message"),
     [
-        ("active", [], "each worker asks that which it was started with"),
+        ("active", [], "each worker uses the one from its command line"),
         ("active", ["http://a:1"], "has no policy server now"),
         ("closed", ["http://a:1"], "is closed"),
     ],
 )
-def test_a_run_without_servers_is_said_to_have_none_for_the_reason_that_it_has(
-    headrace: Headrace, stub: StubServer, state: str, endpoints: list[str], said: str
+def test_a_run_without_servers_gives_the_reason(
+    headrace: Headrace, stub: StubServer, state: str, endpoints: list[str], message: str
 ) -> None:
     run = run_status(state=state, spec={"policy": {"endpoints": endpoints}})
     stub.on("GET /v1/runs/guess/servers", ok(messages.PolicyServersReply(epoch=1, revision=1 << 32)))
     stub.on("GET /v1/runs/guess", ok(run))
-    assert said in headrace("servers", "guess").stderr
+    assert message in headrace("servers", "guess").stderr
 
 
 @pytest.mark.parametrize(("action", "route"), [("add", "POST {}"), ("drain", "POST {}/drain"), ("remove", "DELETE {}")])
 def test_a_server_is_added_drained_and_removed(headrace: Headrace, stub: StubServer, action: str, route: str) -> None:
-    asked = route.format("/v1/runs/guess/servers")
-    stub.on(asked, ok({}))
+    request = route.format("/v1/runs/guess/servers")
+    stub.on(request, ok({}))
     stub.on("GET /v1/runs/guess/servers", ok(SERVERS))
     assert headrace("servers", "guess", action, "http://a:1").exit_code == 0
-    assert stub.requests_to(asked)[0].json == {"address": "http://a:1"}
+    assert stub.requests_to(request)[0].json == {"address": "http://a:1"}
     assert headrace("servers", "guess", action).exit_code == 2
 
 
-def test_no_runs_says_how_to_make_one(headrace: Headrace, stub: StubServer) -> None:
+def test_without_runs_the_command_to_make_one_is_shown(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", ok([]))
     assert "headrace run --help" in headrace("runs").stderr
 
 
-def test_top_says_first_whether_the_learner_waits_and_on_what(headrace: Headrace, stub: StubServer) -> None:
+def test_top_first_shows_whether_the_learner_waits_and_on_what(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/status", ok(service_status()))
     lines = headrace("top").stdout.splitlines()
     assert lines[0] == "guess: the learner waits. No worker of pool default is there."
@@ -205,7 +205,7 @@ def test_top_says_first_whether_the_learner_waits_and_on_what(headrace: Headrace
 # run
 
 
-def test_a_run_is_made_from_a_file_and_flags_that_go_before_it(
+def test_a_run_is_made_from_a_file_and_from_flags_that_override_it(
     headrace: Headrace, stub: StubServer, tmp_path: Path
 ) -> None:
     stub.on("POST /v1/runs", ok(run_status(), status=201))
@@ -229,27 +229,27 @@ def test_a_run_is_made_from_standard_input_or_flags_alone(headrace: Headrace, st
     stub.on("POST /v1/runs", ok(run_status(), status=201))
     assert headrace("run", "-", input='{"name": "piped"}').exit_code == 0
     assert headrace("run", "--name", "flags", "--environment", "game:A", "--environment", "game:B").exit_code == 0
-    piped, flags = (seen.json for seen in stub.requests_to("POST /v1/runs"))
+    piped, flags = (request.json for request in stub.requests_to("POST /v1/runs"))
     assert piped == {"name": "piped"}
     assert flags == {"name": "flags", "environments": [{"id": "game:A"}, {"id": "game:B"}]}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "is not JSON"), ("[]", "holds no object"), ('{"name": "a", "batch": 3}', "batch: Extra inputs")],
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "does not contain an object"), ('{"name": "a", "batch": 3}', "batch: Extra inputs")],
 )
-def test_a_spec_that_cannot_be_is_refused_with_its_field(
-    headrace: Headrace, stub: StubServer, tmp_path: Path, text: str, said: str
+def test_an_invalid_spec_is_refused_with_its_field(
+    headrace: Headrace, stub: StubServer, tmp_path: Path, text: str, message: str
 ) -> None:
     file = tmp_path / "spec.json"
     file.write_text(text)
     failed = headrace("run", str(file))
     assert failed.exit_code == 1
-    assert said in failed.stderr
+    assert message in failed.stderr
     assert stub.requests == []
 
 
-def test_a_file_that_is_not_there_is_named(headrace: Headrace) -> None:
+def test_a_missing_file_is_named(headrace: Headrace) -> None:
     failed = headrace("run", "nowhere.json")
     assert failed.exit_code == 1
     assert "nowhere.json cannot be read: No such file" in failed.stderr
@@ -310,7 +310,7 @@ def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: StubS
     listed = headrace("trajectories", "list", "guess", "--limit", "3", "--status", "finished")
     assert len(listed.stdout.splitlines()) == 4
     assert "0.1…0.2" in listed.stdout
-    assert [seen.query.get("before") for seen in stub.requests] == [None, "2"]
+    assert [request.query.get("before") for request in stub.requests] == [None, "2"]
     shown = headrace("trajectories", "list", "guess", "--limit", "1", "--json")
     assert json.loads(shown.stdout)[0]["id"] == builders.make_id(1)
 
@@ -319,14 +319,14 @@ def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(
     headrace: Headrace, stub: StubServer
 ) -> None:
     stored = builders.make_trajectory(number=7, rewards=[0.0, 1.0])
-    said = messages.TrajectoryAdvantages(
+    message = messages.TrajectoryAdvantages(
         epoch=1,
         trajectory=stored.id,
         batch="b-1",
         estimator="rebn",
         rows=[messages.SegmentAdvantages(segment=0, returns=[0.5, 1.0], advantages=[-1.25, 1.5])],
     )
-    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", ok(said))
+    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", ok(message))
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
     stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
     shown = headrace("trajectories", "show", stored.id)
@@ -342,7 +342,7 @@ def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(
     assert [turn["advantage"] for turn in data["turns"]] == [-1.25, 1.5]
 
 
-def test_a_transcript_of_what_is_in_no_batch_says_so(headrace: Headrace, stub: StubServer) -> None:
+def test_a_transcript_of_a_trajectory_without_a_batch_has_no_advantages(headrace: Headrace, stub: StubServer) -> None:
     stored = builders.make_trajectory(number=7)
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
     stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
@@ -365,7 +365,7 @@ def test_returns_are_discounted_by_the_turns_of_each_agent_alone() -> None:
 # doctor
 
 
-def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
+def test_doctor_ends_with_1_if_a_check_failed_and_prints_a_remedy(
     headrace: Headrace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("headrace_orchestrator.cli.output.CLI_RETRY_FOR_S", 0.0)
@@ -379,7 +379,7 @@ def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
     )
 
 
-def test_doctor_says_what_keeps_an_orchestrator_that_is_there(
+def test_doctor_shows_the_problem_of_an_orchestrator_that_cannot_store(
     headrace: Headrace, stub: StubServer, tmp_path: Path
 ) -> None:
     full = Unavailable("The store failed: No space left on device.", hint="Fix the cause.", phase="disk full")
@@ -389,7 +389,7 @@ def test_doctor_says_what_keeps_an_orchestrator_that_is_there(
     assert "fail\torchestrator\tThe store failed: No space left on device.\tFix the cause." in checked.stdout
 
 
-def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: StubServer, tmp_path: Path) -> None:
+def test_doctor_checks_the_orchestrator(headrace: Headrace, stub: StubServer, tmp_path: Path) -> None:
     stub.on("GET /v1/status", ok(service_status(workers=[])))
     checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
     lines = {line.split("\t")[1]: line for line in checked.stdout.splitlines()}
@@ -400,7 +400,7 @@ def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: StubServer, 
     assert lines["clock"].startswith("ok")
 
 
-def test_doctor_names_what_an_old_python_or_a_missing_extra_needs() -> None:
+def test_doctor_prints_a_remedy_for_an_old_python_and_a_missing_extra() -> None:
     assert doctor.check_python((3, 10)).verdict == "fail"
     assert doctor.check_platform("darwin").verdict == "warn"
     assert doctor.check_extra("ray", ("no_such_module",)).hint == "pip install 'headrace[ray]'"

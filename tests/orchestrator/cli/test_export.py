@@ -1,4 +1,4 @@
-"""``headrace export``: what is written is what was stored."""
+"""``headrace export``: the exported data equals the stored data."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_large_exports_have_many_files(stored: Path, tmp_path: Path, monkeypatch
     assert [row["id"] for row in rows(tmp_path / "parquet")] == [trajectory.id for trajectory in STORED]
 
 
-def test_only_what_fits_is_exported(stored: Path, tmp_path: Path):
+def test_only_matching_trajectories_are_exported(stored: Path, tmp_path: Path):
     for number, (wanted, count) in enumerate(
         [
             (("--run", "other"), 1),
@@ -143,7 +143,7 @@ def test_only_what_fits_is_exported(stored: Path, tmp_path: Path):
         assert json.loads(done.stdout)["trajectories"] == count, wanted
 
 
-def test_a_damaged_record_is_named_and_left_out_and_strict_ends_the_export(stored: Path, tmp_path: Path):
+def test_a_damaged_record_is_named_and_left_out_and_with_strict_it_ends_the_export(stored: Path, tmp_path: Path):
     file = stored / "log" / "00000001.log"
     data = bytearray(file.read_bytes())
     data[100] ^= 1
@@ -158,14 +158,14 @@ def test_a_damaged_record_is_named_and_left_out_and_strict_ends_the_export(store
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
 
 
-def test_a_folder_that_is_there_is_not_touched(stored: Path, tmp_path: Path):
+def test_an_existing_folder_is_not_changed(stored: Path, tmp_path: Path):
     (tmp_path / "out").mkdir()
     done = export(stored, tmp_path / "out")
     assert done.exit_code == 1
-    assert "exists already" in done.stderr
+    assert "already exists" in done.stderr
 
 
-def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_pyarrow_the_error_names_the_extra(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     done = export(stored, tmp_path / "out")
     assert done.exit_code == 1
@@ -173,7 +173,7 @@ def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, m
     assert export(stored, tmp_path / "lines", "--format", "jsonl").exit_code == 0
 
 
-def test_assets_that_are_referred_to_come_with_it(tmp_path: Path):
+def test_assets_of_the_exported_trajectories_are_exported_with_them(tmp_path: Path):
     found, lost = (make_asset(content, "image/png") for content in (b"an image", b"another"))
     log = tmp_path / "data" / "log"
     log.mkdir(parents=True)
@@ -205,23 +205,21 @@ def test_an_empty_directory_gives_an_empty_table(tmp_path: Path):
     assert list(tables(headrace.open(tmp_path / "data").trajectories())) == []
 
 
-def test_a_version_that_is_none_is_refused(stored: Path, tmp_path: Path):
+def test_an_invalid_version_is_refused(stored: Path, tmp_path: Path):
     done = export(stored, tmp_path / "out", "--low", "seven")
     assert done.exit_code == 2
     assert "lineage.n" in done.stderr
 
 
-def test_an_export_of_nothing_says_which_runs_there_are(stored: Path, tmp_path: Path):
+def test_an_export_of_an_unknown_run_lists_the_known_runs(stored: Path, tmp_path: Path):
     done = export(stored, tmp_path / "out", "--run", "other-name")
     assert done.exit_code != 0
-    assert "no run 'other-name'" in done.stderr
+    assert "The run 'other-name' does not exist" in done.stderr
     assert f"Runs of {stored}: " in done.stderr
 
 
 @pytest.mark.parametrize("wanted", [("--run", "other-name"), ("--tag", "hrad")])
-def test_an_export_that_nothing_fits_leaves_nothing_in_the_way_of_the_next(
-    stored: Path, tmp_path: Path, wanted: tuple[str, ...]
-):
+def test_an_export_that_matches_nothing_leaves_no_folder(stored: Path, tmp_path: Path, wanted: tuple[str, ...]):
     assert "nothing was written" in export(stored, tmp_path / "out", *wanted).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert export(stored, tmp_path / "out", "--tag", "hard").exit_code == 0

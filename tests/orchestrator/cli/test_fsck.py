@@ -1,4 +1,4 @@
-"""``headrace fsck``: what is damaged is named, and the projection is built anew from the log alone."""
+"""``headrace fsck``: damage is listed, and the projection is rebuilt from the log alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace.store.log_format import FileHead, FrameType, pack_frame, scan
 from headrace.trajectory import Asset, Failure, Version
 from headrace.wire import codec
 from headrace_orchestrator.cli.app import cli
-from headrace_orchestrator.cli.fsck import LOST, MENDABLE
+from headrace_orchestrator.cli.fsck import DAMAGED, LOST
 from headrace_orchestrator.service.fsck.findings import FsckFinding, FsckReport
 from headrace_orchestrator.service.fsck.fsck import check, rebuild
 from tests.builders import make_trajectory
@@ -83,7 +83,7 @@ async def test_a_sound_directory_ends_with_0_and_nothing_is_written(data_dir: Pa
     assert listing(data_dir) == before
 
 
-async def test_a_live_service_is_checked_while_it_goes_on(data_dir: Path):
+async def test_the_directory_of_a_running_service_is_checked(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await a_history(api)
         for _ in range(3):
@@ -92,7 +92,7 @@ async def test_a_live_service_is_checked_while_it_goes_on(data_dir: Path):
             assert report.findings == []
 
 
-async def test_a_damaged_trajectory_is_named_and_said_what_it_costs(data_dir: Path):
+async def test_lost_records_end_with_5_and_are_named_with_their_cost(data_dir: Path):
     async with orchestrator(data_dir) as api:
         _acked, _ = await a_history(api)
     file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY)
@@ -123,17 +123,17 @@ async def test_a_damaged_batch_is_named(data_dir: Path):
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-async def test_one_damaged_copy_of_a_control_record_loses_nothing(data_dir: Path, copy: int):
+async def test_redundant_damage_ends_with_6_for_one_damaged_copy_of_an_event(data_dir: Path, copy: int):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL)
     flip(file, frame.offset + copy * frame.size // 2 + 64)
-    assert fsck(data_dir).exit_code == MENDABLE
+    assert fsck(data_dir).exit_code == DAMAGED
     finding = only(check(data_dir))
     assert (finding.kind, finding.type, finding.lost) == ("copy", "control", False)
 
 
-async def test_a_control_record_with_both_copies_damaged_is_lost_and_said_so(data_dir: Path):
+async def test_an_event_with_both_copies_damaged_is_lost(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     file, frame = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL][-1]
@@ -157,7 +157,7 @@ async def test_heads_and_footers_are_checked(data_dir: Path):
     assert check(data_dir).findings == []
 
 
-async def test_a_frame_that_was_exchanged_is_seen_by_the_footer(data_dir: Path):
+async def test_the_footer_reveals_a_replaced_frame(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await a_history(api)
     found = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY]
@@ -192,7 +192,7 @@ async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
     assert (finding.kind, finding.problem) == ("file", "00000002.log after it is missing")
 
 
-async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forget_it_yet(data_dir: Path):
+async def test_records_deleted_by_retention_are_not_damage_while_listings_still_have_them(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run()
         asset = make_asset(b"an image", "image/png")
@@ -205,7 +205,7 @@ async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forge
     assert check(data_dir).findings == []
 
 
-async def test_a_log_that_ends_before_its_end_is_known_from_the_projection(data_dir: Path):
+async def test_the_projection_reveals_a_truncated_log(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     found = [item for _, item in frames(data_dir)]
@@ -217,7 +217,7 @@ async def test_a_log_that_ends_before_its_end_is_known_from_the_projection(data_
     assert len(finding.names) == 1
 
 
-async def test_an_append_that_never_finished_is_no_damage(data_dir: Path):
+async def test_an_unfinished_append_is_not_damage(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     file = path_of(data_dir / "log", 1)
@@ -252,7 +252,7 @@ async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):
     ]
 
 
-async def test_a_projection_that_does_not_agree_with_the_log_is_named_and_rebuilt(data_dir: Path):
+async def test_a_projection_that_differs_from_the_log_is_named_and_rebuilt(data_dir: Path):
     async with orchestrator(data_dir) as api:
         acked, _ = await a_history(api)
     file = data_dir / "projection.sqlite"
@@ -276,7 +276,7 @@ async def test_a_projection_that_does_not_agree_with_the_log_is_named_and_rebuil
         assert {finding.kind for finding in findings} == {"projection"}
         assert table in findings[0].problem
         assert set(findings[0].names) <= set(values.values())
-        assert fsck(data_dir).exit_code == MENDABLE
+        assert fsck(data_dir).exit_code == DAMAGED
         done = fsck("--rebuild", data_dir)
         assert done.exit_code == 0, done.output
         assert rows(file) == lived
@@ -285,12 +285,12 @@ async def test_a_projection_that_does_not_agree_with_the_log_is_named_and_rebuil
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 100, b""])
-async def test_a_projection_that_cannot_be_read_is_named(data_dir: Path, damage: bytes):
+async def test_an_unreadable_projection_is_named(data_dir: Path, damage: bytes):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     lived = rows(data_dir / "projection.sqlite")
     (data_dir / "projection.sqlite").write_bytes(damage)
-    assert fsck(data_dir).exit_code == MENDABLE
+    assert fsck(data_dir).exit_code == DAMAGED
     assert only(check(data_dir)).kind == "projection"
     rebuild(data_dir)
     assert rows(data_dir / "projection.sqlite") == lived
@@ -359,7 +359,7 @@ async def take(api: Api, operation: str, names: list[str], held: list[Batch]) ->
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=25))
-def test_a_rebuilt_projection_equals_the_lived_one_after_every_history(tmp_path: Path, operations: list[str]):
+def test_a_rebuilt_projection_equals_the_original_one_after_every_history(tmp_path: Path, operations: list[str]):
     data = tmp_path / new_id()
     asyncio.run(live_through(data, operations))
     assert check(data).findings == []
@@ -369,7 +369,7 @@ def test_a_rebuilt_projection_equals_the_lived_one_after_every_history(tmp_path:
     assert check(data).findings == []
 
 
-async def test_a_file_of_which_nothing_can_be_read_is_lost_and_not_only_its_head(data_dir: Path):
+async def test_an_unreadable_file_is_lost_and_not_only_its_head(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run(group_size=1, batch_size=64)
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Options about what is stored."""
+"""Storage options of the commands that start an orchestrator."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def taken(arguments: list[str], environment: dict[str, str] | None = None) -> di
     return found
 
 
-def test_by_default_nothing_is_deleted_and_nothing_stops():
+def test_by_default_nothing_is_deleted_and_only_a_full_disk_stops_admission():
     assert storage_settings(**taken([])) == {"retention": KEEP_ALL, "max_held_bytes": None, "max_disk_bytes": None}
     assert storage_arguments(taken([])) == []
 
 
-def test_what_is_given_becomes_settings():
+def test_options_become_settings():
     settings = storage_settings(**taken(GIVEN))
     assert settings["retention"] == RetentionRules(age_s=3600, size_bytes=1_000_000)
     assert settings["max_disk_bytes"] == 2_000_000
 
 
-def test_a_child_gets_the_options_as_they_were_given():
+def test_a_child_gets_the_options_unchanged():
     assert taken(storage_arguments(taken(GIVEN))) == taken(GIVEN)
 
 
-def test_options_come_from_the_environment_too():
+def test_the_environment_can_set_the_options():
     assert taken([], {"HEADRACE_KEEP_TRAJECTORIES": "500"})["keep_trajectories"] == 500

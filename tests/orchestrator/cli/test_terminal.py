@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: tables that fit, Ctrl-C as an ordinary end, transcripts that name everyone."""
+"""Output at a terminal: tables that fit, Ctrl-C as an ordinary end, transcripts that name every speaker."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_an_id_is_never_broken_over_lines() -> None:
     assert name in drawn(("id", "environment", "stop"), [[name, "game:GuessTheNumber-v0-hard", "terminated"]], 60)
 
 
-def test_a_narrow_terminal_does_without_spare_columns() -> None:
+def test_a_narrow_terminal_drops_spare_columns() -> None:
     columns, rows = ("id", "tokens", "status"), [["abc", "12", "finished"]]
     assert fitting(columns, rows, ("tokens", "status"), 40) == (columns, rows)
     assert fitting(columns, rows, ("tokens", "status"), 14) == (["id", "status"], [["abc", "finished"]])
     assert fitting(columns, rows, ("tokens", "status"), 4) == (["id"], [["abc"]])
 
 
-def test_an_error_says_each_thing_once(headrace: Headrace, stub: StubServer) -> None:
+def test_an_error_prints_its_message_and_its_hint_once(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs/gues/trajectories", problem(UnknownRun("There is no run named 'gues'.", hint="Look.")))
     failed = headrace("trajectories", "list", "gues")
     assert failed.stderr == "Error: There is no run named 'gues'.\nLook.\n"
@@ -48,7 +48,7 @@ def test_an_error_says_each_thing_once(headrace: Headrace, stub: StubServer) -> 
 # close
 
 
-def test_close_ends_a_run_and_says_so(headrace: Headrace, stub: StubServer) -> None:
+def test_close_ends_a_run_and_prints_its_state(headrace: Headrace, stub: StubServer) -> None:
     stub.on("POST /v1/runs/guess/close", ok(run_status(state="closed")))
     stub.on("GET /v1/runs/guess", ok(run_status(state="closed")))
     closed = headrace("close", "guess")
@@ -65,28 +65,28 @@ def failing() -> wire.RunStatus:
     return run_status(reasons=[reason])
 
 
-def test_what_keeps_failing_is_said_also_while_the_learner_trains(headrace: Headrace, stub: StubServer) -> None:
+def test_persistent_failures_are_shown_even_while_the_learner_trains(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", ok([failing()]))
     assert "guess: The policy is failing: 9 of the last 10 attempts." in headrace("runs").stderr
     assert "9 of the last 10" in top.verdict(failing())
 
 
-def test_a_worker_not_heard_of_for_half_a_minute_is_silent() -> None:
+def test_a_worker_that_has_sent_nothing_for_half_a_minute_is_silent() -> None:
     (worker,) = service_status().workers
     assert top.worker_row(worker)[-1] == "ok"
     assert top.worker_row(msgspec.structs.replace(worker, seen_s=31.0))[-1] == "silent"
 
 
-def test_a_learner_that_holds_no_batch_is_silent_once_a_batch_lease_has_passed_without_a_word() -> None:
+def test_a_learner_without_a_batch_that_has_sent_nothing_for_a_batch_lease_is_silent() -> None:
     spec = {"name": "guess", "batch_lease_s": 60.0}
-    assert runs.doing(run_status(learner_doing_s=299.0)) == "training"
-    assert runs.doing(run_status(learner_doing_s=301.0)) == "silent"
-    assert runs.doing(run_status(learner_doing_s=61.0, spec=spec)) == "silent"
-    assert runs.doing(run_status(learner_doing_s=301.0, batches_open=1)) == "training"
-    assert runs.doing(run_status(learner_doing_s=301.0, learner_waiting=True)) == "waiting"
+    assert runs.learner_state(run_status(learner_doing_s=299.0)) == "training"
+    assert runs.learner_state(run_status(learner_doing_s=301.0)) == "silent"
+    assert runs.learner_state(run_status(learner_doing_s=61.0, spec=spec)) == "silent"
+    assert runs.learner_state(run_status(learner_doing_s=301.0, batches_open=1)) == "training"
+    assert runs.learner_state(run_status(learner_doing_s=301.0, learner_waiting=True)) == "waiting"
 
 
-def test_ctrl_c_is_an_ordinary_end_of_watching(
+def test_ctrl_c_ends_a_live_view_without_an_error(
     headrace: Headrace, stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(client: Client) -> list[wire.RunStatus]:
@@ -104,13 +104,13 @@ def test_ctrl_c_is_an_ordinary_end_of_watching(
 # transcripts
 
 
-def test_a_transcript_names_images_and_what_was_read_for_them() -> None:
+def test_a_transcript_names_images_and_their_text() -> None:
     parts = [ContentPart(type="text", text="Look:"), ContentPart(type="image", asset="ab" * 32, text="<board>")]
     lines = trajectories.transcript(builders.make_trajectory(messages=[Message(role="user", content=parts)]), 1.0, None)
     assert f"Look:\n<image {'ab' * 32}> as text: <board>" in list(lines)
 
 
-def test_what_a_model_said_cannot_steer_a_terminal(headrace: Headrace, stub: StubServer) -> None:
+def test_text_from_a_model_cannot_control_a_terminal(headrace: Headrace, stub: StubServer) -> None:
     said = "\x1b]0;owned\x07\x1b[2J\tA\u202eB\r"
     stored = builders.make_trajectory(messages=[Message(role="assistant", content=said)])
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
@@ -127,7 +127,7 @@ def test_what_a_model_said_cannot_steer_a_terminal(headrace: Headrace, stub: Stu
         assert "\x1b" not in headrace(*command).output
 
 
-def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None:
+def test_a_transcript_of_several_agents_names_the_recipient_of_a_message() -> None:
     messages = [
         Message(role="user", content="Your move.", agent="player"),
         Message(role="assistant", content="", agent="player", turn=0),
@@ -138,18 +138,18 @@ def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None
     assert "[bold]user[/]" in list(trajectories.transcript(alone, 1.0, None))
 
 
-def test_g11_a_transcript_shows_ids_and_text_where_the_environment_was_given_less() -> None:
+def test_g11_a_transcript_shows_sampled_ids_and_text_if_the_environment_got_only_a_part() -> None:
     given = builders.make_trajectory()
     (segment,) = given.segments
     turns = [msgspec.structs.replace(segment.turns[0], said="hello</a>\nX [b]")]
     cut = msgspec.structs.replace(given, segments=[msgspec.structs.replace(segment, turns=turns)])
     ids = segment.token_ids[turns[0].start : turns[0].end].tolist()
-    shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nwhich say: 'hello</a>\\nX \\[b]'"
+    shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nas text: 'hello</a>\\nX \\[b]'"
     assert f"[yellow]{shown}[/]" in list(trajectories.transcript(cut, 1.0, None))
-    assert not any("which say" in line for line in trajectories.transcript(given, 1.0, None))
+    assert not any("as text: " in line for line in trajectories.transcript(given, 1.0, None))
 
 
-def test_an_empty_action_is_shown_as_nothing() -> None:
+def test_an_empty_action_is_shown_explicitly() -> None:
     messages = [Message(role="assistant", content="", turn=0)]
     lines = list(trajectories.transcript(builders.make_trajectory(messages=messages), 1.0, None))
     assert "[dim](nothing)[/]" in lines

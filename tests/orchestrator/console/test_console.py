@@ -1,4 +1,4 @@
-"""The console, as a browser shows it and as it is without scripts."""
+"""The console, in a browser and without scripts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def service(*runs: messages.RunStatus) -> messages.ServiceStatus:
     return messages.ServiceStatus(epoch=1, version="0.0.1", uptime_s=5.0, runs=list(runs), workers=[], store={})
 
 
-def test_the_first_thing_is_whether_the_learner_waits_and_on_what():
+def test_the_page_begins_with_whether_the_learner_waits_and_on_what():
     reason = messages.Reason(code="no-workers", message="No workers in pool gpu.")
     waiting = render.headline(run(learner_waiting=True, reasons=[reason]))
     assert waiting.sentence == "The learner is waiting for workers."
@@ -57,46 +57,49 @@ def test_the_first_thing_is_whether_the_learner_waits_and_on_what():
     assert "holds a batch" in render.headline(run(batches_open=1)).sentence
 
 
-def test_every_reason_code_has_words():
+def test_every_reason_code_has_a_text():
     codes = re.search(r"``code`` is one of: ([^.]*)", messages.Reason.__doc__ or "")
     assert codes is not None
     for code in [*codes.group(1).replace("\n", " ").split(","), *(f"{layer}-failing" for layer in LAYERS)]:
         reason = messages.Reason(code=code.strip(), message="x")
         sentence = render.headline(run(learner_waiting=True, reasons=[reason])).sentence
-        assert f"waiting for {code.strip()}." not in sentence, f"{code.strip()} is not said in words"
+        assert f"waiting for {code.strip()}." not in sentence, f"{code.strip()} has no text"
 
 
-def test_live_runs_come_first_and_those_whose_learner_waits_before_the_others():
+def test_active_runs_come_first_and_of_them_those_with_a_waiting_learner():
     reason = messages.Reason(code="collecting", message="1 of 2 groups ready.")
-    told = service(
+    status = service(
         run(name="old", state="closed"),
         run(name="live"),
         run(name="busy", learner_doing="training"),
         run(name="hungry", learner_waiting=True, reasons=[reason]),
     )
-    content = render.content(told, ServicePhase("ready"))
+    content = render.content(status, ServicePhase("ready"))
     order = [content.index(f"Run {name}<") for name in ("hungry", "busy", "live", "old")]
     assert order == sorted(order)
 
 
-def test_runs_that_are_over_are_folded():
+def test_runs_that_are_over_are_collapsed():
     content = render.content(service(run(name="old", state="closed"), run(name="live")), ServicePhase("ready"))
-    folded = content[content.index("<details>") : content.index("</details>")]
-    assert "Run old" in folded
-    assert "Run live" not in folded
+    collapsed = content[content.index("<details>") : content.index("</details>")]
+    assert "Run old" in collapsed
+    assert "Run live" not in collapsed
     assert "<details>" not in render.content(service(run()), ServicePhase("ready"))
-    assert "No run is live" in render.content(service(run(state="closed")), ServicePhase("ready"))
+    assert "No run is active" in render.content(service(run(state="closed")), ServicePhase("ready"))
 
 
-def test_a_learner_that_has_not_spoken_for_long_is_not_said_to_be_training():
-    said = {"learner_doing": "training", "learner_doing_s": 301.0}
-    gone = render.headline(run(**said))
-    assert (gone.tone, gone.sentence) == ("idle", "No learner is connected: the last word of one was 5 min ago.")
-    assert "has been training" in render.headline(run(**said, batches_open=1)).sentence
-    assert "has been training" in render.headline(run(**said, spec={"batch_lease_s": 600.0})).sentence
+def test_a_learner_that_has_sent_nothing_for_long_is_not_shown_as_training():
+    fields = {"learner_doing": "training", "learner_doing_s": 301.0}
+    silent = render.headline(run(**fields))
+    assert (silent.tone, silent.sentence) == (
+        "idle",
+        "No learner is connected: the last message of one came 5 min ago.",
+    )
+    assert "has been training" in render.headline(run(**fields, batches_open=1)).sentence
+    assert "has been training" in render.headline(run(**fields, spec={"batch_lease_s": 600.0})).sentence
 
 
-def test_a_worker_that_has_not_spoken_for_long_is_silent():
+def test_a_worker_that_has_sent_nothing_for_long_is_shown_as_silent():
     worker = messages.WorkerStatus(worker="w", pool="p", capabilities=[], slots=1, leased=1, seen_s=1.0, draining=False)
     assert render.worker_state(worker) == "working"
     assert render.worker_state(msgspec.structs.replace(worker, seen_s=31.0)) == "silent"
@@ -109,22 +112,22 @@ def test_names_and_messages_are_escaped():
     assert "&lt;script&gt;" in page
 
 
-async def test_while_the_disk_refuses_that_comes_before_all_else(api: Api, monkeypatch: pytest.MonkeyPatch):
+async def test_while_the_disk_refuses_writes_the_page_begins_with_that(api: Api, monkeypatch: pytest.MonkeyPatch):
     await api.create_run()
     async with api.session.get("/events") as answer:
         assert b"disk refuses" not in await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
         with refusing_disk(monkeypatch):
             await api.ask("POST", "/v1/runs/run/close", status=507)
-            told = b""
-            while b"disk refuses" not in told:
-                told = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+            content = b""
+            while b"disk refuses" not in content:
+                content = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
             async with api.session.get("/") as page:
                 text = await page.text()
-    assert text.index("The disk refuses: No space left on device.") < text.index("Run run")
+    assert text.index("The disk refuses writes: No space left on device.") < text.index("Run run")
     assert "the orchestrator continues by itself" in text
 
 
-async def test_the_page_is_whole_without_scripts_and_loads_nothing_from_elsewhere(api: Api):
+async def test_the_page_is_complete_without_scripts_and_loads_nothing_from_other_hosts(api: Api):
     await api.create_run()
     async with api.session.get("/") as answer:
         page = await answer.text()
@@ -150,13 +153,13 @@ async def browser() -> AsyncIterator[Any]:
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
-        found = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield found
-        await found.close()
+        chromium = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        await chromium.close()
 
 
 @pytest.mark.component("chromium")
-async def test_a_browser_shows_who_waits_and_follows_the_service(api: Api, browser: Any):
+async def test_a_browser_shows_whether_the_learner_waits_and_follows_the_service(api: Api, browser: Any):
     await api.create_run()
     url = str(api.session._base_url)
     page = await browser.new_page()

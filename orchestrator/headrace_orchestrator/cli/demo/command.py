@@ -1,4 +1,4 @@
-"""The command ``headrace demo``."""
+"""``headrace demo``: train a tiny policy to guess a number, and a control that must not learn."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from rich.live import Live
 
 from headrace.errors import SetupError
 from headrace_orchestrator.cli.demo import display
-from headrace_orchestrator.cli.demo.processes import DemoStage, staged
-from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, learned, uniform_guesses
+from headrace_orchestrator.cli.demo.processes import DemoService, demo_service
+from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, has_learned, uniform_guesses
 from headrace_orchestrator.cli.demo.trainer import Progress, Trainer, TrainingResult
 from headrace_orchestrator.cli.output import FAILED, emit_line, json_option, note, notes, shared, table
-from headrace_orchestrator.cli.up import LOOK_S, pause, stop_signal
+from headrace_orchestrator.cli.up import CHECK_INTERVAL_S, interruptible_sleep, stop_signal
 
 VERSIONS = 40
-"""Steps of the learner: enough to play like a binary search."""
+"""Default number of learner steps: enough to play like a binary search."""
 
 SECONDS = 90.0
-"""Most seconds for the whole demo."""
+"""Default time limit of the whole demo."""
 
 
 @click.command(short_help="Train a tiny policy to guess a number, from nothing.")
 @click.option("--versions", default=VERSIONS, show_default=True, type=click.IntRange(1), help="Steps of the learner.")
-@click.option("--seconds", default=SECONDS, show_default=True, type=click.FloatRange(1), help="Most it may take.")
-@click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Keep the data here. Default: nowhere.")
-@click.option("--keep", is_flag=True, help="Keep running afterwards, to look around, until Ctrl-C.")
+@click.option("--seconds", default=SECONDS, show_default=True, type=click.FloatRange(1), help="Time limit of the demo.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for the data. Default: a temporary one.",
+)
+@click.option("--keep", is_flag=True, help="Keep running afterwards until Ctrl-C, for exploration.")
 @json_option
 def demo(versions: int, seconds: float, data: Path | None, keep: bool) -> None:
     """Train a tiny policy to guess a number, from nothing, on this machine. Takes about a minute.
@@ -47,19 +51,19 @@ def demo(versions: int, seconds: float, data: Path | None, keep: bool) -> None:
       headrace demo --data demo-data --keep
     """
     started = time.monotonic()
-    with stop_signal() as stop, _directory(data) as directory, staged(directory, pause(stop)) as stage:
-        with _shown() as show_progress:
-            teacher = Trainer(
-                stage, versions=versions, deadline=started + seconds, show=show_progress, sleep=pause(stop)
-            )
-            taught = teacher.teach("guess", zero_advantages=False)
-            control = teacher.teach("control", zero_advantages=True)
-        success = learned(taught.first, taught.trained, control.trained)
-        _conclude(taught, control, success, time.monotonic() - started)
-        if keep:
-            _look_around(stage)
-            while not stop.wait(LOOK_S):
-                stage.supervisor.poll()
+    with stop_signal() as stop, _directory(data) as directory:
+        sleep = interruptible_sleep(stop)
+        with demo_service(directory, sleep) as service:
+            with _progress_display() as show:
+                trainer = Trainer(service, versions=versions, deadline=started + seconds, show=show, sleep=sleep)
+                training = trainer.train("guess", zero_advantages=False)
+                control = trainer.train("control", zero_advantages=True)
+            success = has_learned(training.first, training.trained, control.trained)
+            _print_result(training, control, success, time.monotonic() - started)
+            if keep:
+                _print_hints(service)
+                while not stop.wait(CHECK_INTERVAL_S):
+                    service.supervisor.poll()
     if not success:
         note("Nothing was learned: training should beat uniform guessing, and the control should not.")
         click.get_current_context().exit(FAILED)
@@ -77,7 +81,7 @@ def _directory(data: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Progress], None]]:
+def _progress_display() -> Iterator[Callable[[Progress], None]]:
     """A live view on a terminal, a line per phase when piped, nothing with --json."""
     if shared().json:
         yield lambda progress: None
@@ -85,65 +89,65 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
         with Live(console=notes(), auto_refresh=False, transient=True) as view:
             yield lambda progress: view.update(display.live(progress), refresh=True)
     else:
-        yield _PhaseByPhase().show
+        yield _PhaseLines().show
 
 
-class _PhaseByPhase:
+class _PhaseLines:
     """Prints each phase once."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
+        self._printed: set[tuple[str, str]] = set()
 
     def show(self, progress: Progress) -> None:
-        key = (progress.lesson, progress.phase)
-        if key not in self._said:
-            self._said.add(key)
+        key = (progress.run, progress.phase)
+        if key not in self._printed:
+            self._printed.add(key)
             note(display.sentence(progress))
 
 
-def result(taught: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> dict[str, Any]:
-    """The object that ``--json`` ends with. Scores at the top level are those of the trained policy."""
+def result(training: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> dict[str, Any]:
+    """The last object of ``--json``. Its top-level scores are those of the trained policy."""
     return {
         "targets": TARGETS,
-        "solved": taught.trained.solved,
-        "mean_guesses": taught.trained.mean_guesses,
+        "solved": training.trained.solved,
+        "mean_guesses": training.trained.mean_guesses,
         "uniform_guesses": uniform_guesses(),
         "binary_search_guesses": binary_search_guesses(),
-        "versions": len(taught.steps),
-        "episodes": taught.episodes,
+        "versions": len(training.steps),
+        "episodes": training.episodes,
         "seconds": round(seconds, 3),
-        "failures": taught.failures + taught.trained.failures,
+        "failures": training.failures + training.trained.failures,
         "learned": success,
-        "first": asdict(taught.first),
+        "first": asdict(training.first),
         "control": asdict(control.trained),
-        "curve": [step.mean_guesses for step in taught.steps],
+        "curve": [step.mean_guesses for step in training.steps],
     }
 
 
-def _conclude(taught: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> None:
+def _print_result(training: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> None:
     if shared().json:
-        emit_line(result(taught, control, success, seconds))
+        emit_line(result(training, control, success, seconds))
         return
-    table(display.COLUMNS, display.rows(taught, control))
+    table(display.COLUMNS, display.rows(training, control))
     click.echo("")
-    click.echo("Mean guesses of each batch that was trained on:")
-    for line in display.curves(taught, control):
+    click.echo("Mean guesses of each trained batch:")
+    for line in display.curves(training, control):
         click.echo(f"  {line}")
     click.echo("")
-    rate = taught.episodes / taught.seconds
+    rate = training.episodes / training.seconds
     click.echo(
-        f"{len(taught.steps)} versions from {taught.episodes} episodes ({rate:.0f}/s), "
-        f"{taught.failures} failures, {seconds:.0f} s in all."
+        f"{len(training.steps)} versions from {training.episodes} episodes ({rate:.0f}/s), "
+        f"{training.failures} failures, {seconds:.0f} s in all."
     )
 
 
-def _look_around(stage: DemoStage) -> None:
-    newest = next(iter(stage.client.trajectories("guess", page=1)), None)
+def _print_hints(service: DemoService) -> None:
+    newest = next(iter(service.client.trajectories("guess", page=1)), None)
     if shared().json:
-        emit_line({"url": stage.url})
+        emit_line({"url": service.url})
         return
-    click.echo(f"\nStill running. Page: {stage.url}/  Ctrl-C ends it.")
-    click.echo(f"  headrace top --url {stage.url}")
-    click.echo(f"  headrace trajectories list guess --url {stage.url}")
+    click.echo(f"\nStill running. Page: {service.url}/  Ctrl-C ends it.")
+    click.echo(f"  headrace top --url {service.url}")
+    click.echo(f"  headrace trajectories list guess --url {service.url}")
     if newest is not None:
-        click.echo(f"  headrace trajectories show {newest.id} --url {stage.url}")
+        click.echo(f"  headrace trajectories show {newest.id} --url {service.url}")

@@ -22,8 +22,8 @@ def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
 
 
 def sentence(progress: Progress) -> str:
-    """Describe the progress in one line."""
-    parts = [f"{progress.lesson}: {progress.phase}"]
+    """Describe the progress in one sentence."""
+    parts = [f"{progress.run}: {progress.phase}"]
     if progress.steps:
         last = progress.steps[-1]
         parts.append(f"version {last.version}")
@@ -43,26 +43,26 @@ def live(progress: Progress) -> Text:
     return Text(f"{sentence(progress)}\n{bars}")
 
 
-def rows(taught: TrainingResult, control: TrainingResult) -> list[list[str]]:
+def rows(training: TrainingResult, control: TrainingResult) -> list[list[str]]:
     """The rows of the final table."""
-    played = {
-        "version 0, greedy": taught.first,
-        "trained, greedy": taught.trained,
+    scores = {
+        "version 0, greedy": training.first,
+        "trained, greedy": training.trained,
         "control (zero advantages), greedy": control.trained,
     }
-    computed = {"uniform guessing": uniform_guesses(), "binary search": binary_search_guesses()}
+    baselines = {"uniform guessing": uniform_guesses(), "binary search": binary_search_guesses()}
     return [
-        *([name, f"{score.solved}/{score.targets}", f"{score.mean_guesses:.2f}"] for name, score in played.items()),
-        *([name, "computed", f"{mean:.2f}"] for name, mean in computed.items()),
+        *([name, f"{score.solved}/{score.targets}", f"{score.mean_guesses:.2f}"] for name, score in scores.items()),
+        *([name, "computed", f"{mean:.2f}"] for name, mean in baselines.items()),
     ]
 
 
-def curves(*lessons: TrainingResult) -> list[str]:
-    """Draw the mean guesses of each trained batch, a line of bars for each training, all on one scale."""
-    guesses = [[step.mean_guesses for step in lesson.steps] for lesson in lessons]
+def curves(*trainings: TrainingResult) -> list[str]:
+    """Draw the mean guesses of each trained batch: one line of bars for each training, all on one scale."""
+    guesses = [[step.mean_guesses for step in training.steps] for training in trainings]
     low, high = min(map(min, guesses)), max(map(max, guesses))
-    width = max(len(lesson.run) for lesson in lessons)
+    width = max(len(training.run) for training in trainings)
     return [
-        f"{lesson.run:<{width}}  {shown[0]:.2f} {sparkline(shown, low=low, high=high)} {shown[-1]:.2f}"
-        for lesson, shown in zip(lessons, guesses, strict=True)
+        f"{training.run:<{width}}  {shown[0]:.2f} {sparkline(shown, low=low, high=high)} {shown[-1]:.2f}"
+        for training, shown in zip(trainings, guesses, strict=True)
     ]

@@ -1,9 +1,7 @@
-"""The processes of the demo: an orchestrator, workers, tiny policies and learners, each its own.
+"""The processes of the demo: an orchestrator, workers, tiny policies and learners, on free loopback ports.
 
-* Everything ends with the stage, however it ends.
+* All processes end with the block, however it ends.
 * An example that is not installed is named.
-
-Ports are free ones of the loopback interface.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ SLOTS = 16
 GRACE_S = 5.0
 
 
-class DemoStage:
-    """A service on this machine, with its workers, policies and learners."""
+class DemoService:
+    """The demo's orchestrator, with its workers, policies and learners."""
 
     def __init__(self, data: Path, supervisor: ProcessSupervisor, sleep: Callable[[float], None]) -> None:
         self.supervisor = supervisor
@@ -56,62 +54,62 @@ class DemoStage:
         return f"http://127.0.0.1:{port}"
 
     def start_learner(self, name: str, *arguments: str) -> None:
-        """Start the learner of the examples. A failed learner is not restarted: the demo prints its log."""
+        """Start the learner of the examples. If it fails it is not restarted: the demo prints its log."""
         command = [sys.executable, str(example("learner.py")), "--url", self.url, *arguments]
         self.supervisor.start(Component(name=name, command=command, stage=LEARNER_STAGE, restart=False))
 
 
 @contextmanager
-def staged(data: Path, sleep: Callable[[float], None]) -> Iterator[DemoStage]:
-    """Run a stage for the length of the block."""
+def demo_service(data: Path, sleep: Callable[[float], None]) -> Iterator[DemoService]:
+    """Run the service for the length of the block."""
     with ExitStack() as stack:
         supervisor = stack.enter_context(ProcessSupervisor(data / "logs", grace_s=GRACE_S))
-        stage = DemoStage(data, supervisor, sleep)
-        stack.callback(stage.client.close)
-        stage.start()
-        yield stage
+        service = DemoService(data, supervisor, sleep)
+        stack.callback(service.client.close)
+        service.start()
+        yield service
 
 
 def example(name: str) -> Path:
-    """A file of the examples: beside the sources in a checkout, inside the package in a wheel."""
+    """The path of an example: in the folder ``examples`` of a checkout, or inside the package of a wheel."""
     packaged = resources.files("headrace_orchestrator") / "_examples" / name
-    beside = Path(__file__).parents[4] / "examples" / name
-    for found in (Path(str(packaged)), beside):
-        if found.is_file():
-            return found
+    checkout = Path(__file__).parents[4] / "examples" / name
+    for path in (Path(str(packaged)), checkout):
+        if path.is_file():
+            return path
     raise SetupError(f"The example {name} is not installed.", hint="Install the wheel again, or run from a checkout.")
 
 
 def example_json(name: str) -> dict[str, Any]:
-    """An example that is JSON."""
-    found: dict[str, Any] = json.loads(example(name).read_text())
-    return found
+    """Read an example that is JSON."""
+    content: dict[str, Any] = json.loads(example(name).read_text())
+    return content
 
 
-class Lines:
-    """New JSON lines of a file that another process appends to."""
+class JsonLines:
+    """The JSON lines of a file to which another process appends."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._at = 0
+        self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
         """Read the complete lines added since the last call, leaving out those that are not JSON objects."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as stream:
-            stream.seek(self._at)
+            stream.seek(self._offset)
             text = stream.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return [found for line in whole.splitlines() if (found := _object(line)) is not None]
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [entry for line in complete.splitlines() if (entry := _object(line)) is not None]
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     if not line.startswith(b"{"):
         return None
     try:
-        found: dict[str, Any] = json.loads(line)
+        entry: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    return found
+    return entry

@@ -2,7 +2,7 @@
 
 * Baselines are computed exactly, not simulated.
 * A failed episode is a failure, and neither a guess nor a miss.
-* It has learned only if training made the difference.
+* A policy has learned only if training, and not the control, improved its score.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LOW, HIGH = 1, 50
 TARGETS = HIGH - LOW + 1
 
 EVALUATION_TURNS = 15
-"""Most guesses in an evaluation: more than any sensible player needs."""
+"""Maximum number of guesses in an evaluation: more than any sensible player needs."""
 
 ENVIRONMENT = "game:GuessTheNumber-v0"
 
-SAME = 1e-9
-"""Tolerance for rounding of the mean: greedy play of the same weights gives the same guesses."""
+TOLERANCE = 1e-9
+"""Tolerance for rounding the mean: greedy play with the same weights makes the same guesses."""
 
 
 def uniform_guesses(targets: int = TARGETS) -> float:
@@ -36,17 +36,17 @@ def uniform_guesses(targets: int = TARGETS) -> float:
 
 def binary_search_guesses(targets: int = TARGETS) -> float:
     """Mean guesses of a player who always halves the possible range: the optimum."""
-    total, left, guess = 0, targets, 1
-    while left > 0:
-        found = min(left, 2 ** (guess - 1))
-        total += found * guess
-        left -= found
+    total, remaining, guess = 0, targets, 1
+    while remaining > 0:
+        solved = min(remaining, 2 ** (guess - 1))
+        total += solved * guess
+        remaining -= solved
         guess += 1
     return total / targets
 
 
 def evaluation_tasks() -> list[dict[str, Any]]:
-    """One task for each number that can be the secret."""
+    """The tasks of an evaluation: one for each possible target."""
     kwargs = {"low": LOW, "high": HIGH, "max_turns": EVALUATION_TURNS, "success_only": True}
     return [
         {"environment": ENVIRONMENT, "seed": target, "kwargs": {**kwargs, "target": target}, "id": str(target)}
@@ -56,7 +56,8 @@ def evaluation_tasks() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The score of one evaluation. ``mean_guesses``: over episodes that did not fail; unsolved ones count all."""
+    """The score of one evaluation. ``mean_guesses``: over episodes that did not fail; an unsolved one counts with all
+    its guesses."""
 
     targets: int
     solved: int
@@ -75,11 +76,11 @@ def score(reply: messages.EvaluationReply) -> Score:
     )
 
 
-def learned(first: Score, trained: Score, control: Score) -> bool:
+def has_learned(first: Score, trained: Score, control: Score) -> bool:
     """Return True if training, and not the control, improved the score."""
     return (
         first.failures == trained.failures == control.failures == 0
         and trained.solved == trained.targets
         and trained.mean_guesses < min(first.mean_guesses, uniform_guesses(trained.targets))
-        and control.mean_guesses >= first.mean_guesses - SAME
+        and control.mean_guesses >= first.mean_guesses - TOLERANCE
     )

@@ -1,7 +1,7 @@
 """One training of the demo: a new policy and a new run, an evaluation, a learner, and another evaluation.
 
-Evaluations are greedy, over every target, through the evaluation API. A failing learner ends the training with the end
-of its log.
+Evaluations are greedy, over every target, through the evaluation API. If the learner fails, the training fails with the
+end of the learner's log.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from headrace.errors import InternalError, NothingToServe
 from headrace.wire import messages
-from headrace_orchestrator.cli.demo.processes import DemoStage, Lines, example_json
+from headrace_orchestrator.cli.demo.processes import DemoService, JsonLines, example_json
 from headrace_orchestrator.cli.demo.scores import Score, evaluation_tasks, score
 
-LOOK_S = 0.3
+CHECK_INTERVAL_S = 0.3
 """Interval between checks of the learner and the service."""
 
 STEADY_S = 1.0
@@ -33,9 +33,9 @@ class TrainedVersion:
 
 @dataclass(kw_only=True)
 class Progress:
-    """The progress so far, shown live."""
+    """The progress of a training, shown live."""
 
-    lesson: str
+    run: str
     phase: str = "starting"
     steps: list[TrainedVersion] = field(default_factory=list)
     episodes_per_s: float = 0.0
@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of a training. ``episodes``: of training only; ``seconds``: from start to end."""
+    """The result of a training. ``episodes``: all but those of evaluations. ``seconds``: from start to end."""
 
     run: str
     first: Score
@@ -56,11 +56,11 @@ class TrainingResult:
 
 
 class Trainer:
-    """Runs trainings on a stage. ``show`` is called several times a second."""
+    """Runs trainings. ``show`` is called several times a second."""
 
     def __init__(
         self,
-        stage: DemoStage,
+        service: DemoService,
         *,
         versions: int,
         deadline: float,
@@ -68,24 +68,24 @@ class Trainer:
         sleep: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stage = stage
+        self._service = service
         self._versions = versions
         self._deadline = deadline
         self._show = show
         self._sleep = sleep
         self._clock = clock
 
-    def teach(self, run: str, *, zero_advantages: bool) -> TrainingResult:
+    def train(self, run: str, *, zero_advantages: bool) -> TrainingResult:
         """Train a new policy, or run the control with zero advantages."""
         started = self._clock()
-        client = self._stage.client
-        progress = Progress(lesson=run)
-        endpoint = self._stage.start_policy(f"policy-{run}")
+        client = self._service.client
+        progress = Progress(run=run)
+        endpoint = self._service.start_policy(f"policy-{run}")
         spec = example_json("guess_the_number.json")
         client.create_run({**spec, "name": run, "policy": {**spec.get("policy", {}), "endpoints": [endpoint]}})
         first = self._evaluate(progress, "evaluating version 0")
-        self._train(progress, endpoint, zero_advantages)
-        trained = self._evaluate(progress, "evaluating what it learned")
+        self._run_learner(progress, endpoint, zero_advantages)
+        trained = self._evaluate(progress, "evaluating the trained version")
         client.close_run(run)
         status = client.run(run)
         return TrainingResult(
@@ -100,49 +100,49 @@ class Trainer:
 
     def _evaluate(self, progress: Progress, phase: str) -> Score:
         progress.phase, progress.waits_on = phase, ""
-        client = self._stage.client
+        client = self._service.client
         reply = client.evaluate(
-            progress.lesson, evaluation_tasks(), temperature=0.0, wait=False, deadline_s=self._left_s()
+            progress.run, evaluation_tasks(), temperature=0.0, wait=False, deadline_s=self._remaining_s()
         )
         while not reply.finished:
-            self._look(progress)
-            reply = client.evaluation(progress.lesson, reply.evaluation, wait_s=LOOK_S)
+            self._check(progress)
+            reply = client.evaluation(progress.run, reply.evaluation, wait_s=CHECK_INTERVAL_S)
         return score(reply)
 
-    def _train(self, progress: Progress, endpoint: str, zero_advantages: bool) -> None:
+    def _run_learner(self, progress: Progress, endpoint: str, zero_advantages: bool) -> None:
         progress.phase = "training with zero advantages" if zero_advantages else "training"
-        supervisor, name = self._stage.supervisor, f"learner-{progress.lesson}"
-        arguments = ["--run", progress.lesson, "--policy", endpoint, "--versions", str(self._versions), "--json"]
-        self._stage.start_learner(name, *arguments, *(["--zero-advantages"] if zero_advantages else []))
-        lines, rate = Lines(supervisor.log_file(name)), _Rate(self._clock)
+        supervisor, name = self._service.supervisor, f"learner-{progress.run}"
+        arguments = ["--run", progress.run, "--policy", endpoint, "--versions", str(self._versions), "--json"]
+        self._service.start_learner(name, *arguments, *(["--zero-advantages"] if zero_advantages else []))
+        lines, rate = JsonLines(supervisor.log_file(name)), _Rate(self._clock)
         while supervisor.exit_code(name) is None:
-            self._read(progress, lines, rate)
-            self._look(progress)
-            self._sleep(LOOK_S)
-        self._read(progress, lines, rate)
+            self._update(progress, lines, rate)
+            self._check(progress)
+            self._sleep(CHECK_INTERVAL_S)
+        self._update(progress, lines, rate)
         if supervisor.exit_code(name) != 0:
             raise InternalError(f"The learner failed. The end of its log:\n{supervisor.tail(name)}")
         supervisor.stop(name)
 
-    def _read(self, progress: Progress, lines: Lines, rate: _Rate) -> None:
+    def _update(self, progress: Progress, lines: JsonLines, rate: _Rate) -> None:
         progress.steps += [
             TrainedVersion(version=line["version"], mean_reward=line["mean_reward"], mean_guesses=line["mean_guesses"])
             for line in lines.read()
             if "mean_guesses" in line
         ]
-        status = self._stage.client.run(progress.lesson)
+        status = self._service.client.run(progress.run)
         progress.episodes_per_s = rate.per_s(sum(status.episodes.values()))
         progress.waits_on = _waits_on(status)
 
-    def _look(self, progress: Progress) -> None:
-        self._stage.supervisor.poll()
+    def _check(self, progress: Progress) -> None:
+        self._service.supervisor.poll()
         self._show(progress)
-        if self._left_s() <= 0:
+        if self._remaining_s() <= 0:
             raise NothingToServe(
-                f"The demo was not done in time; it was {progress.phase}.", hint="Give it more with --seconds."
+                f"The demo did not finish in time; it was {progress.phase}.", hint="Allow more time with --seconds."
             )
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return self._deadline - self._clock()
 
 
@@ -154,7 +154,7 @@ class _Rate:
         self._from: tuple[float, int] | None = None
 
     def per_s(self, count: int) -> float:
-        """The mean rate so far; 0 before there is enough time behind it."""
+        """The mean rate so far; 0 during the first ``STEADY_S``."""
         now = self._clock()
         since, first = self._from = self._from or (now, count)
         return (count - first) / (now - since) if now - since >= STEADY_S else 0.0

@@ -1,9 +1,9 @@
 """The components of Headrace as child processes: their command lines, and the checks that they are ready.
 
-* Workers stop before policies, and those before the orchestrator.
+* Workers stop before policies, and policies before the orchestrator.
 * A worker's token is in its environment and in no command line.
 * A component is ready when it answers.
-* A port that another process has is refused before anything starts.
+* A port of another process is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSup
 ORCHESTRATOR_STAGE, POLICY_STAGE, WORKER_STAGE, LEARNER_STAGE = range(4)
 
 START_TIMEOUT_S = 60.0
-"""Time to answer the first request; reading a large log takes a while, and is reported meanwhile."""
+"""Time to answer the first request. Reading a large log takes a while, and its progress is reported."""
 
-_LOOK_S = 0.05
+_CHECK_INTERVAL_S = 0.05
 """Interval between checks of a starting component."""
 
 
 def orchestrator(
     data: Path, *, host: str, port: int, tokens: Path | None = None, arguments: Sequence[str] = ()
 ) -> Component:
-    """The orchestrator component of a data directory, with further arguments of its command."""
+    """The orchestrator of a data directory, as a component. ``arguments``: further arguments of its command."""
     arguments = ["orchestrator", "--data", str(data), "--host", host, "--port", str(port), *arguments]
     if tokens is not None:
         arguments += ["--tokens", str(tokens)]
@@ -51,9 +51,9 @@ def worker(
     sandbox: str = "",
     token: str = "",
 ) -> Component:
-    """A worker component. It takes a new name after each restart. The token is passed in the environment, so that no
-    process list shows it. Hashes are fixed: some task generators depend on them, and a seed must mean the same task in
-    every worker."""
+    """A worker, as a component. It takes a new name after each restart. The token is passed in the environment, so that
+    no process list shows it. The hash seed is fixed: some task generators depend on hashes, and a seed must mean the
+    same task in every worker."""
     arguments = ["--orchestrator", url, "--slots", str(slots), "--grace-s", f"{grace_s:g}"]
     for module in imports:
         arguments += ["--import", module]
@@ -70,7 +70,7 @@ def worker(
 
 
 def tiny_policy(name: str, port: int, *, seed: int = 0) -> Component:
-    """A tiny policy component. Its weights are in memory: after a restart it is at version 0.0 again."""
+    """A tiny policy, as a component. Its weights are in memory: after a restart it is at version 0.0 again."""
     return Component(
         name=name,
         command=python_module("headrace_workers.tiny_policy", "--port", str(port), "--seed", str(seed)),
@@ -79,7 +79,7 @@ def tiny_policy(name: str, port: int, *, seed: int = 0) -> Component:
 
 
 def free_port() -> int:
-    """Find a free port of the loopback interface. It is fixed, so that a restart keeps the address."""
+    """Find a free port of the loopback interface. A fixed port keeps a component's address in a restart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -87,7 +87,7 @@ def free_port() -> int:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise PortInUse if another process has the port: it would answer in the component's place."""
+    """Raise PortInUse if another process uses the port, because that process would answer in the component's place."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -95,7 +95,7 @@ def require_free(host: str, port: int) -> None:
         except OSError as error:
             raise PortInUse(
                 f"Port {port} on {host} cannot be bound: {error.strerror}.",
-                hint="Stop the process that has it, or choose another port.",
+                hint="Stop the process that uses it, or choose another port.",
                 port=port,
             ) from error
 
@@ -121,7 +121,7 @@ def await_answer(
                 f"{supervisor.tail(name)}",
                 hint=f"Its log is {supervisor.log_file(name)}.",
             )
-        sleep(_LOOK_S)
+        sleep(_CHECK_INTERVAL_S)
     supervisor.require(name)
 
 

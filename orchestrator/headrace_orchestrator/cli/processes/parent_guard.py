@@ -1,4 +1,5 @@
-"""A program that becomes a command which ends with its parent. It is run as a file, to start in milliseconds.
+"""A program that replaces itself with a command, which the kernel kills when its parent dies. It is run as a file, so
+that it starts in milliseconds.
 
 A fork hook in the parent would do the same, but is not safe in a process with threads.
 """
@@ -11,11 +12,11 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h: the signal that this process gets when its parent dies. Kept across exec."""
+"""The option of prctl (linux/prctl.h) for the signal at the parent's death, which exec keeps."""
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Replace this process by the command. Does not return."""
+    """Replace this process with the command. Does not return."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,12 +1,12 @@
 """The process supervisor: runs components as child processes, and restarts them.
 
 * A child that dies is restarted, after a delay that doubles up to a bound.
-* A child that ran long starts over with the first delay.
+* A child that ran for long starts over with the first delay.
 * Children die with their parent, however it dies (on Linux).
-* Stopping asks first and kills after a grace.
+* Stopping sends SIGTERM first and kills after a grace period.
 * Later stages stop before earlier ones.
-* Each child's output goes to a file of its own.
-* The tail of a log shows this start and none before.
+* Each child's output goes to its own file.
+* The tail of a log begins at the last start.
 
 A supervisor belongs to the main thread: the kernel's parent-death signal follows the thread that started a child.
 """
@@ -29,22 +29,22 @@ from headrace_orchestrator.cli.processes import parent_guard
 FIRST_RESTART_S = 0.5
 """Delay before the first restart."""
 
-LAST_RESTART_S = 30.0
+MAX_RESTART_S = 30.0
 """Longest delay before a restart: a repaired component should be back within half a minute."""
 
 STEADY_S = 30.0
 """Running time after which a child starts over with the first delay."""
 
 TAIL_CHARS = 1500
-"""Characters of a log that are quoted when its child could not start."""
+"""Number of characters of its log that an error quotes when a child cannot start."""
 
 _POLL_S = 0.02
-"""Interval between checks of children that were asked to stop."""
+"""Interval between checks of stopping children."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One process to run. ``environment`` is added to this process's own. ``stage``: later ones stop first."""
+    """One process to run. ``environment`` is added to this process's own. Later stages stop first."""
 
     name: str
     command: Sequence[str]
@@ -54,7 +54,7 @@ class Component:
 
 
 class ProcessEvent(NamedTuple):
-    """A start or end of a component. ``detail`` is its pid, or how it ended."""
+    """A start or end of a component. ``detail``: its pid, or the way it ended."""
 
     component: str
     what: Literal["started", "ended", "restarting"]
@@ -77,12 +77,12 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def restart_delay_s(deaths: int) -> float:
-    """Delay before the next start after that many deaths in a row."""
-    return min(LAST_RESTART_S, FIRST_RESTART_S * 2.0 ** min(deaths - 1, 16))
+    """The delay before the next start after this number of consecutive deaths."""
+    return min(MAX_RESTART_S, FIRST_RESTART_S * 2.0 ** min(deaths - 1, 16))
 
 
 class ProcessSupervisor:
-    """A set of children by name. As a context manager it leaves none behind."""
+    """A set of children by name. As a context manager it stops them all at the end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ProcessSupervisor:
     def start(self, component: Component) -> int:
         """Start a component; returns its pid."""
         if component.name in self._children:
-            raise SetupError(f"A component named {component.name!r} runs already.")
+            raise SetupError(f"A component named {component.name!r} is already running.")
         log_start = self._log_size(component.name)
         child = _Child(component, self._spawn(component), self._clock(), log_start)
         self._children[component.name] = child
@@ -129,14 +129,14 @@ class ProcessSupervisor:
         return self.logs / f"{name}.log"
 
     def poll(self) -> None:
-        """Note children that have died, and restart those that are due. Call it several times a second."""
+        """Check for dead children, and restart those that are due. Call it several times a second."""
         now = self._clock()
         for child in self._children.values():
             if child.restart_at is not None:
                 if now >= child.restart_at:
-                    self._start_again(child)
+                    self._restart(child)
             elif (code := child.process.poll()) is not None and child.component.restart:
-                self._mourn(child, code, now)
+                self._schedule_restart(child, code, now)
 
     def require(self, name: str) -> None:
         """Raise SetupError, with the end of its log, if the component is not running."""
@@ -144,7 +144,7 @@ class ProcessSupervisor:
             return
         code = self.exit_code(name)
         raise SetupError(
-            f"{name} ended while starting ({_ending(code)}). The end of its log:\n{self.tail(name)}",
+            f"{name} ended while starting ({_exit_text(code)}). The end of its log:\n{self.tail(name)}",
             hint=f"Its log is {self.log_file(name)}.",
         )
 
@@ -155,7 +155,7 @@ class ProcessSupervisor:
             return log.read().decode(errors="replace")[-TAIL_CHARS:].strip()
 
     def stop(self, *names: str) -> None:
-        """Ask these components to end, kill them after the grace, and forget them."""
+        """Send SIGTERM to these components, kill them after the grace period, and forget them."""
         stopping = [self._children.pop(name) for name in names if name in self._children]
         for child in stopping:
             if child.process.poll() is None:
@@ -166,22 +166,22 @@ class ProcessSupervisor:
         for child in stopping:
             if child.process.poll() is None:
                 child.process.kill()
-            self._on_event(ProcessEvent(child.component.name, "ended", _ending(child.process.wait())))
+            self._on_event(ProcessEvent(child.component.name, "ended", _exit_text(child.process.wait())))
 
     def close(self) -> None:
         """Stop all, later stages first."""
         for stage in sorted({child.component.stage for child in self._children.values()}, reverse=True):
             self.stop(*[name for name, child in self._children.items() if child.component.stage == stage])
 
-    def _mourn(self, child: _Child, code: int, now: float) -> None:
+    def _schedule_restart(self, child: _Child, code: int, now: float) -> None:
         child.deaths = 1 if now - child.started_at >= STEADY_S else child.deaths + 1
         delay = restart_delay_s(child.deaths)
         child.restart_at = now + delay
         self._on_event(
-            ProcessEvent(child.component.name, "restarting", f"{_ending(code)}; starting again in {delay:g} s")
+            ProcessEvent(child.component.name, "restarting", f"{_exit_text(code)}; starting again in {delay:g} s")
         )
 
-    def _start_again(self, child: _Child) -> None:
+    def _restart(self, child: _Child) -> None:
         child.log_start = self._log_size(child.component.name)
         child.process = self._spawn(child.component)
         child.started_at = self._clock()
@@ -193,20 +193,20 @@ class ProcessSupervisor:
         return file.stat().st_size if file.exists() else 0
 
     def _spawn(self, component: Component) -> subprocess.Popen[bytes]:
-        guarded = [sys.executable, "-I", "-S", parent_guard.__file__, str(os.getpid()), *component.command]
+        command = [sys.executable, "-I", "-S", parent_guard.__file__, str(os.getpid()), *component.command]
         with self.log_file(component.name).open("ab") as log:
             return subprocess.Popen(
-                guarded,
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **component.environment},
-                # Its own session: Ctrl-C in the terminal reaches only the parent, which stops all in order.
+                # With its own session, Ctrl-C in the terminal reaches only the parent, which stops all in order.
                 start_new_session=True,
             )
 
 
-def _ending(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is None:
         return "still running"
     if code < 0:

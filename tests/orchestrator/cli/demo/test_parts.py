@@ -1,4 +1,4 @@
-"""The parts of the demo that need no processes: baselines, scores, verdict, plot, and what it prints."""
+"""The parts of the demo that need no processes: baselines, scores, verdict, plot, and output."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headrace.trajectory import Failure, Task
 from headrace.wire import messages
 from headrace_orchestrator.cli.demo import display
 from headrace_orchestrator.cli.demo.command import result
-from headrace_orchestrator.cli.demo.processes import Lines, example
+from headrace_orchestrator.cli.demo.processes import JsonLines, example
 from headrace_orchestrator.cli.demo.scores import (
     EVALUATION_TURNS,
     Score,
     binary_search_guesses,
     evaluation_tasks,
-    learned,
+    has_learned,
     score,
     uniform_guesses,
 )
@@ -62,7 +62,7 @@ def test_the_binary_search_baseline_agrees_with_play() -> None:
     assert sum(guesses(secret, 1, 50) for secret in range(1, 51)) / 50 == binary_search_guesses(50)
 
 
-def test_an_evaluation_has_one_task_for_each_target_and_room_to_guess() -> None:
+def test_an_evaluation_has_one_task_for_each_target_and_a_limit_of_guesses() -> None:
     tasks = evaluation_tasks()
     assert [task["kwargs"]["target"] for task in tasks] == list(range(1, 51))
     assert {task["kwargs"]["max_turns"] for task in tasks} == {EVALUATION_TURNS} == {15}
@@ -98,25 +98,28 @@ FIRST = Score(targets=50, solved=20, mean_guesses=12.0, failures=0)
 TRAINED = Score(targets=50, solved=50, mean_guesses=4.9, failures=0)
 
 
-def test_it_has_learned_only_if_training_made_the_difference() -> None:
-    assert learned(FIRST, TRAINED, FIRST)
-    assert not learned(FIRST, FIRST, FIRST)
-    assert not learned(FIRST, replace(TRAINED, solved=49), FIRST)
-    assert not learned(FIRST, replace(TRAINED, mean_guesses=6.2), FIRST)
-    assert not learned(FIRST, TRAINED, replace(FIRST, mean_guesses=11.0))
-    assert not learned(FIRST, replace(TRAINED, failures=1), FIRST)
+def test_a_policy_has_learned_only_if_training_and_not_the_control_improved_its_score() -> None:
+    assert has_learned(FIRST, TRAINED, FIRST)
+    assert not has_learned(FIRST, FIRST, FIRST)
+    assert not has_learned(FIRST, replace(TRAINED, solved=49), FIRST)
+    assert not has_learned(FIRST, replace(TRAINED, mean_guesses=6.2), FIRST)
+    assert not has_learned(FIRST, TRAINED, replace(FIRST, mean_guesses=11.0))
+    assert not has_learned(FIRST, replace(TRAINED, failures=1), FIRST)
 
 
-def lesson(run: str, trained: Score, guesses: list[float]) -> TrainingResult:
+def training_of(run: str, trained: Score, guesses: list[float]) -> TrainingResult:
     steps = [TrainedVersion(version=f"0.{n}", mean_reward=0.5, mean_guesses=mean) for n, mean in enumerate(guesses, 1)]
     return TrainingResult(run=run, first=FIRST, trained=trained, steps=steps, episodes=640, failures=0, seconds=20.0)
 
 
 def test_the_last_json_object_has_the_trained_scores_and_the_baselines() -> None:
-    taught, control = lesson("guess", TRAINED, [9.0, 7.0, 5.0]), lesson("control", FIRST, [9.0, 9.0])
-    found: dict[str, Any] = json.loads(json.dumps(result(taught, control, True, 41.5)))
+    training, control = (
+        training_of("guess", TRAINED, [9.0, 7.0, 5.0]),
+        training_of("control", FIRST, [9.0, 9.0]),
+    )
+    output: dict[str, Any] = json.loads(json.dumps(result(training, control, True, 41.5)))
     assert {
-        name: found[name] for name in ("targets", "solved", "mean_guesses", "versions", "episodes", "failures")
+        name: output[name] for name in ("targets", "solved", "mean_guesses", "versions", "episodes", "failures")
     } == {
         "targets": 50,
         "solved": 50,
@@ -125,13 +128,13 @@ def test_the_last_json_object_has_the_trained_scores_and_the_baselines() -> None
         "episodes": 640,
         "failures": 0,
     }
-    assert (found["seconds"], found["learned"]) == (41.5, True)
-    assert (round(found["uniform_guesses"], 2), found["binary_search_guesses"]) == (6.18, 4.86)
-    assert found["control"]["mean_guesses"] == 12.0
+    assert (output["seconds"], output["learned"]) == (41.5, True)
+    assert (round(output["uniform_guesses"], 2), output["binary_search_guesses"]) == (6.18, 4.86)
+    assert output["control"]["mean_guesses"] == 12.0
 
 
 def test_the_table_has_three_players_and_two_baselines() -> None:
-    rows = display.rows(lesson("guess", TRAINED, [5.0]), lesson("control", FIRST, [9.0]))
+    rows = display.rows(training_of("guess", TRAINED, [5.0]), training_of("control", FIRST, [9.0]))
     assert [row[1:] for row in rows] == [
         ["20/50", "12.00"],
         ["50/50", "4.90"],
@@ -145,23 +148,23 @@ def test_the_plot_has_a_bar_for_each_version_on_one_scale() -> None:
     assert display.sparkline([], low=0.0, high=1.0) == ""
     assert display.sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
     assert display.sparkline([9.0, 5.0, 2.0, 11.0, 1.0], low=2.0, high=9.0) == "█▄▁█▁"
-    assert display.curves(lesson("guess", TRAINED, [9.0, 2.0]), lesson("control", FIRST, [9.0, 9.0])) == [
+    assert display.curves(training_of("guess", TRAINED, [9.0, 2.0]), training_of("control", FIRST, [9.0, 9.0])) == [
         "guess    9.00 █▁ 2.00",
         "control  9.00 ██ 9.00",
     ]
 
 
-def test_the_live_line_says_what_the_learner_waits_on() -> None:
-    progress = Progress(lesson="guess", phase="training", episodes_per_s=33.3, waits_on="collecting")
+def test_the_live_line_shows_what_the_learner_waits_on() -> None:
+    progress = Progress(run="guess", phase="training", episodes_per_s=33.3, waits_on="collecting")
     progress.steps.append(TrainedVersion(version="0.4", mean_reward=0.75, mean_guesses=6.5))
     line = "guess: training, version 0.4, reward 0.75, 6.5 guesses, 33 episodes/s, the learner waits on collecting"
     assert display.sentence(progress) == line
     assert display.live(progress).plain == line + "\n█"
 
 
-def test_lines_of_a_log_are_read_once_and_whole(tmp_path: Path) -> None:
+def test_complete_json_lines_of_a_log_are_read_once(tmp_path: Path) -> None:
     file = tmp_path / "learner.log"
-    lines = Lines(file)
+    lines = JsonLines(file)
     assert lines.read() == []
     file.write_text('{"version": "0.1"}\nWarning: not JSON\n{broken\n{"version":')
     assert lines.read() == [{"version": "0.1"}]

@@ -1,4 +1,4 @@
-"""Command lines of components, and waiting until they answer."""
+"""The command lines of components, and the checks that they are ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sdk.client.stub_server import StubServer, ok, page
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
 
-def test_workers_stop_before_policies_and_those_before_the_orchestrator(tmp_path: Path) -> None:
+def test_workers_stop_before_policies_and_policies_before_the_orchestrator(tmp_path: Path) -> None:
     orchestrator = components.orchestrator(tmp_path, host="127.0.0.1", port=1)
     policy = components.tiny_policy("tiny-policy", 2)
     worker = components.worker("worker-0", "http://127.0.0.1:1", slots=4, policy_endpoint="", grace_s=1.0)
@@ -40,7 +40,7 @@ def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: StubServer) 
     assert len(stub.requests) == 3
 
 
-def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path) -> None:
+def test_a_component_that_does_not_answer_in_time_is_an_error(tmp_path: Path) -> None:
     clock = iter(range(1000))
     with ProcessSupervisor(tmp_path) as supervisor:
         supervisor.start(Component(name="orchestrator", command=SLEEPER))
@@ -56,7 +56,7 @@ def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path
             )
 
 
-def test_a_port_that_another_process_has_is_refused_before_anything_starts(stub: StubServer) -> None:
+def test_a_port_of_another_process_is_refused_before_anything_starts(stub: StubServer) -> None:
     with pytest.raises(PortInUse, match="Address already in use"):
         components.require_free("127.0.0.1", int(stub.url.rpartition(":")[2]))
     components.require_free("127.0.0.1", components.free_port())

@@ -1,4 +1,4 @@
-"""Children of the local supervisor: real processes, small ones."""
+"""The process supervisor, with small real processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
         time.sleep(0.01)
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound
     assert [restart_delay_s(deaths) for deaths in (1, 2, 3, 6, 7, 100)] == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
 
 
-def test_a_child_that_ran_long_starts_over_with_the_first_delay(tmp_path: Path) -> None:
+def test_a_child_that_ran_for_long_starts_over_with_the_first_delay(tmp_path: Path) -> None:
     now = 0.0
     events: list[ProcessEvent] = []
     with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as supervisor:
@@ -101,10 +101,10 @@ time.sleep(60)
         log = tmp_path / "stubborn.log"
         eventually(lambda: log.exists() and "up" in log.read_text(), "the child is up")
         parent.send_signal(signal.SIGKILL)
-    eventually(lambda: gone(child), "the child died with its parent")
+    eventually(lambda: has_ended(child), "the child died with its parent")
 
 
-def test_stopping_asks_first_and_kills_after_a_grace(tmp_path: Path) -> None:
+def test_stopping_sends_sigterm_first_and_kills_after_a_grace_period(tmp_path: Path) -> None:
     events: list[ProcessEvent] = []
     with ProcessSupervisor(tmp_path, on_event=events.append, grace_s=0.2) as supervisor:
         supervisor.start(Component(name="polite", command=SLEEPER))
@@ -133,7 +133,7 @@ def test_a_component_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_p
     assert "orchestrator.log" in caught.value.hint
 
 
-def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_childs_output_goes_to_its_own_file(tmp_path: Path) -> None:
     with ProcessSupervisor(tmp_path) as supervisor:
         for name in ("one", "two"):
             command = [sys.executable, "-S", "-c", f"import sys; print({name!r}); print('oh', file=sys.stderr)"]
@@ -143,7 +143,7 @@ def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
             assert sorted(supervisor.tail(name).split()) == sorted([name, "oh"])
 
 
-def test_the_tail_of_a_log_shows_this_start_and_none_before(tmp_path: Path) -> None:
+def test_the_tail_of_a_log_begins_at_the_last_start(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("an error of yesterday\n")
     with ProcessSupervisor(tmp_path) as supervisor:
         supervisor.start(Component(name="one", command=[sys.executable, "-S", "-c", "print('new')"], restart=False))
