@@ -27,11 +27,11 @@ else:  # hidden from type checkers, which would accept every name
         from headrace import _public
 
         try:
-            found = getattr(_public, name)
+            value = getattr(_public, name)
         except AttributeError:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        globals()[name] = found
-        return found
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
         from headrace import _public

@@ -112,9 +112,9 @@ def is_asset_name(name: str) -> bool:
 
 def check_asset(name: str, data: bytes | bytearray | memoryview) -> None:
     """Raise CorruptAsset unless the bytes match the name."""
-    found = hashlib.sha256(data).hexdigest()
-    if found != name:
-        raise corrupt_asset(name, f"its {len(data)} bytes have the SHA-256 {found}")
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != name:
+        raise corrupt_asset(name, f"its {len(data)} bytes have the SHA-256 {digest}")
 
 
 def encode_array(array: npt.NDArray[Any]) -> AssetData:
@@ -141,9 +141,9 @@ def decode_array(data: bytes | bytearray | memoryview) -> npt.NDArray[Any]:
         dtype = np.dtype(head["dtype"].decode())
     except TypeError as error:
         raise _invalid_array(f"{error}") from error
-    there, needed = len(view) - head.end(), math.prod(shape) * dtype.itemsize
-    if there != needed or len(shape) > _MAX_DIMENSIONS:
-        raise _invalid_array(f"an array {dtype}{list(shape)} takes {needed} bytes, not {there}")
+    available, needed = len(view) - head.end(), math.prod(shape) * dtype.itemsize
+    if available != needed or len(shape) > _MAX_DIMENSIONS:
+        raise _invalid_array(f"an array {dtype}{list(shape)} takes {needed} bytes, not {available}")
     return np.ndarray(shape, dtype, view, head.end())
 
 

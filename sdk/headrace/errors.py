@@ -135,13 +135,13 @@ def from_problem(body: Mapping[str, Any]) -> HeadraceError:
 
 def by_code() -> dict[str, type[HeadraceError]]:
     """Every error class by its code."""
-    found: dict[str, type[HeadraceError]] = {}
+    classes: dict[str, type[HeadraceError]] = {}
     todo: list[type[HeadraceError]] = [HeadraceError]
     while todo:
         cls = todo.pop()
-        found[cls.code] = cls
+        classes[cls.code] = cls
         todo.extend(cls.__subclasses__())
-    return found
+    return classes
 
 
 class RequestError(HeadraceError):

@@ -145,9 +145,9 @@ class StoredBatch:
         return Batch.parse(b"".join([self._head, *records]))
 
 
-def _version(argument: str, given: Version | str | None) -> Version | None:
+def _version(argument: str, version: Version | str | None) -> Version | None:
     try:
-        return Version.parse(given) if isinstance(given, str) else given
+        return Version.parse(version) if isinstance(version, str) else version
     except ValueError as error:
         raise InvalidRequest(f"{argument}: {error}.") from error
 
@@ -274,25 +274,25 @@ class Reader:
     def _frames(self) -> Iterator[tuple[LogFile, Frame]]:
         """Every intact frame of the log, file by file."""
         files = self._files()
-        total, done = sum(file.size_bytes for file in files), 0
+        total, bytes_read = sum(file.size_bytes for file in files), 0
         for file, following in zip(files, [*files[1:], None], strict=False):
             for item in self._scan(file, last=file is files[-1]):
                 if self._on_progress is not None:
-                    self._on_progress(min(done + item.offset, total), total)
+                    self._on_progress(min(bytes_read + item.offset, total), total)
                 yield file, item
-            done += file.size_bytes
+            bytes_read += file.size_bytes
             if following is not None and (missing := log_files.gap_after(file, following)) is not None:
                 self._report_damage(LogDamage(file.path.name, missing.offset, missing.size_bytes, missing.problem))
         if self._on_progress is not None:
             self._on_progress(total, total)
 
     def _files(self) -> list[LogFile]:
-        directory, found = self.path / "log", []
+        directory, files = self.path / "log", []
         # A service deletes its oldest files, whose records are then no longer stored.
         with suppress(FileNotFoundError):
             for file in log_files.newest_first(directory, log_files.numbers_in(directory)):
-                found.append(file.without_state())
-        return found[::-1]
+                files.append(file.without_state())
+        return files[::-1]
 
     def _scan(self, file: LogFile, *, last: bool) -> Iterator[Frame]:
         with suppress(FileNotFoundError):

@@ -63,13 +63,13 @@ def validate(trajectory: Trajectory) -> None:
     """Check a trajectory. Raises the subclass of InvalidTrajectory for the first broken invariant."""
     _check_status(trajectory)
     assets = _check_assets(trajectory)
-    seen: set[int] = set()
+    indices: set[int] = set()
     vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
     placed = False
     for position, segment in enumerate(trajectory.segments):
         where = f"Segment {position} ({segment.agent})"
         n = _check_arrays(where, segment)
-        _check_spans(where, segment, n, seen)
+        _check_spans(where, segment, n, indices)
         _check_tokens(where, segment, n, vocab_size)
         _check_logprobs(where, segment, n)
         _check_versions(where, segment, n)
@@ -81,8 +81,8 @@ def validate(trajectory: Trajectory) -> None:
         if segment.placeholders:
             placed = True
             _check_placeholders(where, segment, n, assets)
-        for what, name in segment.arrays.items():
-            _require_listed(f"{where}: array {what!r}", name, assets)
+        for kind, name in segment.arrays.items():
+            _require_listed(f"{where}: array {kind!r}", name, assets)
     _check_last_turns(trajectory)
     if placed:
         _check_shown_images(trajectory)
@@ -128,10 +128,10 @@ def _check_assets(trajectory: Trajectory) -> set[str]:
     return names
 
 
-def _require_listed(what: str, name: str, assets: set[str]) -> None:
+def _require_listed(referrer: str, name: str, assets: set[str]) -> None:
     if name not in assets:
         raise InvalidTrajectory(
-            f"{what} names asset {name[:80]!r}, which the record does not list.",
+            f"{referrer} names asset {name[:80]!r}, which the record does not list.",
             hint="List every asset of the trajectory under assets.",
         )
 
@@ -159,7 +159,7 @@ def _check_dtype(where: str, name: str, array: Any, dtype: np.dtype[Any]) -> Non
         raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Create it with that dtype.")
 
 
-def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
+def _check_spans(where: str, segment: Segment, n: int, indices: set[int]) -> None:
     """Check that turns are numbered, ordered and within bounds, and that ``sampled`` is exactly their union."""
     expected = bytearray(n)
     last_index, last_end = -1, 0
@@ -176,10 +176,10 @@ def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
                 f"{where}, turn {index} starts at position 0, without a prompt before it.",
                 hint="Keep the prompt's tokens in the segment, before the turn.",
             )
-        if index <= last_index or index in seen:
+        if index <= last_index or index in indices:
             raise NotAppendOnly(
                 f"{where}, turn {index} follows turn {last_index}"
-                + (", and another turn has that index." if index in seen else "."),
+                + (", and another turn has that index." if index in indices else "."),
                 hint="Turns are numbered over the whole episode, upwards within a segment.",
             )
         if turn.continued and not start < turn.continued[0] <= turn.continued[-1] < end:
@@ -187,7 +187,7 @@ def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
                 f"{where}, turn {index}: sampling continued at {turn.continued}, outside its span [{start}, {end}).",
                 hint="A turn continues after its first token and before its end.",
             )
-        seen.add(index)
+        indices.add(index)
         expected[start:end] = b"\1" * (end - start)
         if turn.reward_parts or not (turn.reward.__class__ is float and abs(turn.reward) <= MAX_REWARD):
             _check_rewards(where, turn)

@@ -1,4 +1,4 @@
-"""How the project is set up, locked and packed."""
+"""The project's set-up, locks and wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from scripts.check_tree import ROOT
 
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
-APART = {"vllm.txt", "uvicorn-floor.txt"}  # an environment of its own, and the oldest version on purpose
+SEPARATE = {"vllm.txt", "uvicorn-floor.txt"}  # another environment, and deliberately the oldest version
 EXTRAS = (
     "aiohttp",
     "google_crc32c",
@@ -44,7 +44,7 @@ def test_make_help_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
-def test_a_lock_pins_and_hashes_every_package_and_holds_no_address(lock: Path) -> None:
+def test_a_lock_pins_and_hashes_every_package_and_contains_no_address(lock: Path) -> None:
     text = lock.read_text(encoding="utf-8")
     entries = re.split(r"^(?=\S)", text.replace("\\\n", ""), flags=re.MULTILINE)
     entries = [entry for entry in entries if entry.strip()]
@@ -58,30 +58,30 @@ def test_a_lock_pins_and_hashes_every_package_and_holds_no_address(lock: Path) -
 def test_the_locks_agree_on_every_version() -> None:
     everything = _pins(ROOT / "requirements" / "all.txt")
     assert len(LOCKS) == 6
-    for lock in (lock for lock in LOCKS if lock.name not in APART):
+    for lock in (lock for lock in LOCKS if lock.name not in SEPARATE):
         pins = _pins(lock)
         shared = pins.keys() & everything.keys()
         assert shared
         assert {name: pins[name] for name in shared} == {name: everything[name] for name in shared}, lock.name
 
 
-def test_the_locks_name_every_package_that_the_project_asks_for() -> None:
-    asked = _run(sys.executable, "-c", "import importlib.metadata as m; print(*m.requires('headrace'), sep='\\n')")
-    names = {re.split(r"[\[><=; ]", line)[0].lower() for line in asked.stdout.split("\n") if line} - {"headrace"}
+def test_the_locks_include_every_package_that_the_project_requires() -> None:
+    required = _run(sys.executable, "-c", "import importlib.metadata as m; print(*m.requires('headrace'), sep='\\n')")
+    names = {re.split(r"[\[><=; ]", line)[0].lower() for line in required.stdout.split("\n") if line} - {"headrace"}
     assert names
     assert names <= _pins(ROOT / "requirements" / "all.txt").keys()
 
 
-def test_set_up_that_is_up_to_date_does_nothing(tmp_path: Path) -> None:
+def test_set_up_does_nothing_if_it_is_up_to_date(tmp_path: Path) -> None:
     _set_up_before(tmp_path)
-    done = _set_up(tmp_path, {"python3": STATIC})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    result = _set_up(tmp_path, {"python3": STATIC})
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_set_up_without_a_fitting_python_says_so_in_one_line(tmp_path: Path) -> None:
-    done = _set_up(tmp_path, {"python3": STATIC}, PYTHON="/nonexistent/python")
-    assert done.returncode == 1
-    assert done.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+def test_set_up_without_a_supported_python_prints_one_line(tmp_path: Path) -> None:
+    result = _set_up(tmp_path, {"python3": STATIC}, PYTHON="/nonexistent/python")
+    assert result.returncode == 1
+    assert result.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
 
 
 STATIC: dict[str, bool] = {}
@@ -89,20 +89,20 @@ SHARED = {"libpython": False}
 
 
 @pytest.mark.parametrize(
-    ("there", "taken"),
+    ("programs", "chosen"),
     [
         ({"python3": SHARED, "python3.12": STATIC}, "python3.12"),
         ({"python3": SHARED, "python3.12": SHARED, "usr/bin/python3": STATIC}, "usr/bin/python3"),
         ({"python3": SHARED, "usr/local/bin/python3": STATIC}, "usr/local/bin/python3"),
     ],
 )
-def test_set_up_takes_a_faster_interpreter_than_the_first_and_says_so(
-    tmp_path: Path, there: dict[str, dict[str, bool]], taken: str
+def test_set_up_chooses_a_faster_interpreter_than_the_first_and_says_so(
+    tmp_path: Path, programs: dict[str, dict[str, bool]], chosen: str
 ) -> None:
-    done = _set_up(tmp_path, there)
-    assert _taken(tmp_path, done) == taken
-    (said,) = (line for line in done.stderr.splitlines() if "a faster build" in line)
-    assert said.endswith(f"{taken}, a faster build than python3; make setup PYTHON=python3 takes that one")
+    result = _set_up(tmp_path, programs)
+    assert _chosen(tmp_path, result) == chosen
+    (notice,) = (line for line in result.stderr.splitlines() if "a faster build" in line)
+    assert notice.endswith(f"{chosen}, a faster build than python3; make setup PYTHON=python3 takes that one")
 
 
 @pytest.mark.parametrize(
@@ -110,50 +110,50 @@ def test_set_up_takes_a_faster_interpreter_than_the_first_and_says_so(
     [SHARED, {"version_info": False}, {"Python.h": False}, {"ensurepip": False}],
     ids=["none is faster", "not supported", "without headers", "cannot make a venv"],
 )
-def test_set_up_takes_the_first_interpreter_where_no_faster_one_serves_as_well(
+def test_set_up_chooses_the_first_interpreter_if_no_faster_one_is_usable(
     tmp_path: Path, other: dict[str, bool]
 ) -> None:
-    done = _set_up(tmp_path, {"python3": SHARED, "python3.12": other})
-    assert _taken(tmp_path, done) == "python3"
-    assert "a faster build" not in done.stderr
+    result = _set_up(tmp_path, {"python3": SHARED, "python3.12": other})
+    assert _chosen(tmp_path, result) == "python3"
+    assert "a faster build" not in result.stderr
 
 
-def test_set_up_takes_the_first_interpreter_if_it_is_one_of_the_faster(tmp_path: Path) -> None:
-    done = _set_up(tmp_path, {"python3": {"Python.h": False}, "python3.12": STATIC})
-    assert _taken(tmp_path, done) == "python3"
-    assert "a faster build" not in done.stderr
+def test_set_up_chooses_the_first_interpreter_if_it_is_a_faster_build(tmp_path: Path) -> None:
+    result = _set_up(tmp_path, {"python3": {"Python.h": False}, "python3.12": STATIC})
+    assert _chosen(tmp_path, result) == "python3"
+    assert "a faster build" not in result.stderr
 
 
-def test_set_up_takes_a_faster_interpreter_without_a_venv_module_where_uv_is_there(tmp_path: Path) -> None:
-    done = _set_up(tmp_path, {"python3": SHARED, "python3.12": {"ensurepip": False}, "uv": {"--quiet": False}})
-    assert "uv could not make .venv with python3.12." in done.stderr
+def test_set_up_chooses_a_faster_interpreter_without_a_venv_module_if_uv_is_installed(tmp_path: Path) -> None:
+    result = _set_up(tmp_path, {"python3": SHARED, "python3.12": {"ensurepip": False}, "uv": {"--quiet": False}})
+    assert "uv could not make .venv with python3.12." in result.stderr
 
 
-def test_python_decides_alone_which_interpreter_set_up_takes(tmp_path: Path) -> None:
-    there = {"python3": SHARED, "python3.12": STATIC, "python3.13": SHARED}
-    done = _set_up(tmp_path, there, PYTHON="python3.13")
-    assert _taken(tmp_path, done) == "python3.13"
-    assert "a faster build" not in done.stderr
+def test_the_variable_python_alone_decides_which_interpreter_set_up_chooses(tmp_path: Path) -> None:
+    programs = {"python3": SHARED, "python3.12": STATIC, "python3.13": SHARED}
+    result = _set_up(tmp_path, programs, PYTHON="python3.13")
+    assert _chosen(tmp_path, result) == "python3.13"
+    assert "a faster build" not in result.stderr
 
 
-def test_set_up_makes_the_environment_anew_when_python_names_another_interpreter(tmp_path: Path) -> None:
+def test_set_up_recreates_the_environment_when_python_names_another_interpreter(tmp_path: Path) -> None:
     _set_up_before(tmp_path)
     assert _set_up(tmp_path, {"python3": STATIC}, PYTHON=sys.executable).stderr == ""
-    done = _set_up(tmp_path, {"python3": STATIC}, PYTHON="python3")
-    assert _taken(tmp_path, done) == "python3"
+    result = _set_up(tmp_path, {"python3": STATIC}, PYTHON="python3")
+    assert _chosen(tmp_path, result) == "python3"
     assert not (tmp_path / ".venv").exists()
 
 
-def test_set_up_for_a_changed_lock_keeps_the_interpreter_of_an_environment_that_works(tmp_path: Path) -> None:
+def test_set_up_for_a_changed_lock_keeps_the_interpreter_of_a_working_environment(tmp_path: Path) -> None:
     _set_up_before(tmp_path)
     (tmp_path / "requirements" / "new.txt").write_text("")
-    done = _set_up(tmp_path, {"python3": STATIC, "uv": {"--quiet": False}})
-    assert "setup: The locked packages could not be installed." in done.stderr
+    result = _set_up(tmp_path, {"python3": STATIC, "uv": {"--quiet": False}})
+    assert "setup: The locked packages could not be installed." in result.stderr
     assert (tmp_path / ".venv" / "bin" / "python").resolve() == Path(sys.executable).resolve()
 
 
 def _checkout(tmp_path: Path) -> None:
-    """The files that setup.sh reads. What it would find in /usr it finds below ``tmp_path``."""
+    """Create the files that setup.sh reads; it looks below ``tmp_path`` in place of /usr."""
     for name in ("scripts/setup.sh", "requirements/dev.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
@@ -162,25 +162,30 @@ def _checkout(tmp_path: Path) -> None:
 
 
 def _set_up_before(tmp_path: Path) -> None:
-    """An environment of this interpreter that is up to date."""
+    """Create an environment of this interpreter that is up to date."""
     _checkout(tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
     (tmp_path / ".venv" / "bin" / "activate").write_text(f"VIRTUAL_ENV={tmp_path}/.venv\n")
     sums = "pwd; cksum requirements/*.txt pyproject.toml"
-    done = subprocess.run(["sh", "-c", sums], cwd=tmp_path, capture_output=True, text=True, check=True)
-    (tmp_path / ".venv" / ".headrace-setup").write_text(done.stdout)
+    result = subprocess.run(["sh", "-c", sums], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / ".venv" / ".headrace-setup").write_text(result.stdout)
 
 
-def _set_up(tmp_path: Path, there: dict[str, dict[str, bool]], **environment: str) -> subprocess.CompletedProcess[str]:
-    """setup.sh where only the programs ``there`` are; each says yes to whatever it is asked but what it is given.
-    None makes an environment, so that set-up ends there and names the interpreter that it took."""
+def _set_up(
+    tmp_path: Path, programs: dict[str, dict[str, bool]], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run setup.sh where only these programs exist. Each succeeds, except with the arguments that it maps to False.
+
+    None of them can create an environment, so that set-up stops at that point and names the interpreter it chose.
+    """
     _checkout(tmp_path)
-    for name, answers in there.items():
+    for name, successes in programs.items():
         program = tmp_path / (name if "/" in name else f"bin/{name}")
         program.parent.mkdir(parents=True, exist_ok=True)
         cases = "".join(
-            f"*'{asked}'*) exit {int(not yes)} ;;\n" for asked, yes in {**answers, "-m venv": False}.items()
+            f"*'{argument}'*) exit {int(not succeeds)} ;;\n"
+            for argument, succeeds in {**successes, "-m venv": False}.items()
         )
         program.write_text(f'#!/bin/sh\ncase "$*" in\n*realpath*) echo "$0" ;;\n{cases}esac\n')
         program.chmod(0o755)
@@ -199,38 +204,38 @@ def _set_up(tmp_path: Path, there: dict[str, dict[str, bool]], **environment: st
     )
 
 
-def _taken(tmp_path: Path, done: subprocess.CompletedProcess[str]) -> str:
-    """The interpreter that could not make an environment."""
-    assert done.returncode == 1
-    said = re.search(r"^setup: (\S+) cannot make a virtual environment", done.stderr, re.MULTILINE)
-    assert said is not None, done.stderr
-    return said[1].removeprefix(f"{tmp_path}/")
+def _chosen(tmp_path: Path, result: subprocess.CompletedProcess[str]) -> str:
+    """The interpreter that could not create an environment."""
+    assert result.returncode == 1
+    match = re.search(r"^setup: (\S+) cannot make a virtual environment", result.stderr, re.MULTILINE)
+    assert match is not None, result.stderr
+    return match[1].removeprefix(f"{tmp_path}/")
 
 
 @pytest.mark.parametrize(
     ("ci", "status", "consequence"),
     [("false", 0, ["parts: tests and examples that need vLLM or torch are skipped"]), ("true", 1, [])],
 )
-def test_parts_without_the_python_of_vllm_say_so_and_fail_under_ci(
+def test_parts_without_the_python_of_vllm_print_a_message_and_fail_under_ci(
     tmp_path: Path, ci: str, status: int, consequence: list[str]
 ) -> None:
-    done = _parts_of_vllm(tmp_path, CI=ci)
-    assert (done.returncode, done.stderr.splitlines()[1:]) == (status, consequence)
-    assert done.stderr.startswith("parts: no vLLM: it needs Python 3.11. Install one (uv python install 3.11)")
+    result = _parts_of_vllm(tmp_path, CI=ci)
+    assert (result.returncode, result.stderr.splitlines()[1:]) == (status, consequence)
+    assert result.stderr.startswith("parts: no vLLM: it needs Python 3.11. Install one (uv python install 3.11)")
 
 
-def test_parts_of_vllm_look_at_the_free_disk_first(tmp_path: Path) -> None:
+def test_parts_of_vllm_check_the_free_disk_space_first(tmp_path: Path) -> None:
     (tmp_path / "df").write_text("#!/bin/sh\nprintf 'head\\ndisk 9 9 3145728 9 /\\n'\n")
     (tmp_path / "df").chmod(0o755)
-    done = _parts_of_vllm(tmp_path, "printf /usr/bin/python3.11", CI="true")
-    assert done.returncode == 1
-    assert "it needs 6 GB" in done.stderr
-    assert "has 3 GB free" in done.stderr
+    result = _parts_of_vllm(tmp_path, "printf /usr/bin/python3.11", CI="true")
+    assert result.returncode == 1
+    assert "it needs 6 GB" in result.stderr
+    assert "has 3 GB free" in result.stderr
     assert not (tmp_path / "build" / "parts" / "vllm").exists()
 
 
 def _parts_of_vllm(tmp_path: Path, find: str = "exit 2", **environment: str) -> subprocess.CompletedProcess[str]:
-    """parts_vllm.sh in an empty checkout, with a uv that finds Python as ``find`` says."""
+    """Run parts_vllm.sh in an empty checkout. ``find`` is the command by which uv looks for Python."""
     for name, text in (("scripts/parts_vllm.sh", ""), ("requirements/vllm.txt", ""), ("pyproject.toml", "")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text or (ROOT / name).read_text(encoding="utf-8"))
@@ -246,7 +251,7 @@ def _parts_of_vllm(tmp_path: Path, find: str = "exit 2", **environment: str) -> 
     )
 
 
-def test_the_wheel_holds_code_types_templates_and_examples_and_nothing_else(tmp_path: Path) -> None:
+def test_the_wheel_contains_code_types_templates_and_examples_and_nothing_else(tmp_path: Path) -> None:
     built = _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
@@ -262,14 +267,14 @@ def test_the_wheel_holds_code_types_templates_and_examples_and_nothing_else(tmp_
 @pytest.mark.parametrize("package", ["headrace", "headrace.client.sync_client"])
 def test_the_contract_imports_without_any_extra(package: str) -> None:
     blocked = f"import sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\nimport {package}\n"
-    done = _run(sys.executable, "-c", blocked)
-    assert done.returncode == 0, done.stderr
+    result = _run(sys.executable, "-c", blocked)
+    assert result.returncode == 0, result.stderr
 
 
-def test_the_command_line_answers_with_its_commands() -> None:
-    done = _run(str(Path(sys.executable).with_name("headrace")), "--help")
-    assert done.returncode == 0, done.stderr
-    assert {"up", "demo", "run"} <= set(re.findall(r"^  (\w+)", done.stdout, re.MULTILINE))
+def test_the_help_of_the_command_line_lists_its_commands() -> None:
+    result = _run(str(Path(sys.executable).with_name("headrace")), "--help")
+    assert result.returncode == 0, result.stderr
+    assert {"up", "demo", "run"} <= set(re.findall(r"^  (\w+)", result.stdout, re.MULTILINE))
 
 
 def _pins(lock: Path) -> dict[str, set[str]]:

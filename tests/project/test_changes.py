@@ -1,6 +1,6 @@
-"""The lists in CONTRIBUTING.md of the files that a change touches are those of a change in the tree.
+"""CONTRIBUTING.md lists the files that each kind of change touches, by an example in the tree.
 
-A list has a witness: a thing that is there. Its files are those whose code names it.
+The files of an example are those whose code contains one of its names.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from scripts.check_tree import ROOT
 PACKAGES = ("sdk", "sandbox", "workers", "orchestrator")
 
 
-class Witness(NamedTuple):
-    """A thing in the tree: the names by which code refers to it, and in which packages. ``most``: files that a change
-    of its kind may touch."""
+class Example(NamedTuple):
+    """An example of a change: the names that it added to the code of some packages. ``most``: the most files that a
+    change of its kind may touch."""
 
     names: frozenset[str]
     most: int
     packages: tuple[str, ...] = PACKAGES
 
 
-WITNESSES = {
-    "A route: `set_priorities`": Witness(
+EXAMPLES = {
+    "A route: `set_priorities`": Example(
         frozenset({"set_priorities", "PrioritiesRequest", "PrioritiesReply", "PrioritiesSet"}), 7
     ),
-    "An event of the scheduler: `PrioritiesSet`": Witness(frozenset({"PrioritiesSet"}), 3),
-    "A field of the run spec that only workers use: `interrupted`": Witness(
+    "An event of the scheduler: `PrioritiesSet`": Example(frozenset({"PrioritiesSet"}), 3),
+    "A field of the run spec that only workers use: `interrupted`": Example(
         frozenset({"interrupted"}), 3, ("sdk", "workers")
     ),
-    "An estimator: `rloo`": Witness(frozenset({"rloo"}), 2),
-    "A selection rule: `lifo`": Witness(frozenset({"lifo"}), 2),
-    "An environment: `game:Nim-v0`": Witness(frozenset({"game:Nim-v0", "Nim"}), 3),
-    "A sandbox runtime: `gvisor`": Witness(frozenset({"gvisor", "Gvisor"}), 4),
+    "An estimator: `rloo`": Example(frozenset({"rloo"}), 2),
+    "A selection rule: `lifo`": Example(frozenset({"lifo"}), 2),
+    "An environment: `game:Nim-v0`": Example(frozenset({"game:Nim-v0", "Nim"}), 3),
+    "A sandbox runtime: `gvisor`": Example(frozenset({"gvisor", "Gvisor"}), 4),
 }
 """By heading."""
 
 
 def listed(heading: str) -> set[str]:
-    """The files of the list under a heading of CONTRIBUTING.md; those of a folder for the folder."""
+    """The files and folders that CONTRIBUTING.md lists under a heading."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    found = re.search(rf"^### {re.escape(heading)}\n(.*?)^##", text, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"CONTRIBUTING.md has no heading {heading!r}"
-    return set(re.findall(r"^\| \[`([^`]+)`\]\(\1\) \|", found[1], re.MULTILINE))
+    section = re.search(rf"^### {re.escape(heading)}\n(.*?)^##", text, re.MULTILINE | re.DOTALL)
+    assert section is not None, f"CONTRIBUTING.md has no heading {heading!r}"
+    return set(re.findall(r"^\| \[`([^`]+)`\]\(\1\) \|", section[1], re.MULTILINE))
 
 
-def touched(witness: Witness) -> set[str]:
-    """The files whose code names the witness."""
-    modules = [path for package in witness.packages for path in sorted((ROOT / package).rglob("*.py"))]
-    found = {str(path.relative_to(ROOT)) for path in modules if not witness.names.isdisjoint(names_in(path))}
-    return found | ({"pyproject.toml"} if not witness.names.isdisjoint(names_in(ROOT / "pyproject.toml")) else set())
+def touched(example: Example) -> set[str]:
+    """The files whose code names the example."""
+    modules = [path for package in example.packages for path in sorted((ROOT / package).rglob("*.py"))]
+    files = {str(path.relative_to(ROOT)) for path in modules if not example.names.isdisjoint(names_in(path))}
+    return files | ({"pyproject.toml"} if not example.names.isdisjoint(names_in(ROOT / "pyproject.toml")) else set())
 
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """The identifiers and the words of strings in a file, without its comments and docstrings."""
+    """The identifiers of a file and the words of its strings, without comments and docstrings."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return frozenset(words(re.sub(r"#.*", "", text)))
@@ -91,23 +91,23 @@ def words(text: str) -> list[str]:
 
 
 def folded(files: set[str], folders: set[str]) -> set[str]:
-    """The files, with the listed folder in place of those in it."""
+    """The files, with each listed folder in place of the files in it."""
     return {next((folder for folder in folders if file.startswith(folder)), file) for file in files}
 
 
-@pytest.mark.parametrize("heading", WITNESSES)
-def test_the_list_of_a_change_names_the_files_that_its_witness_is_in(heading: str) -> None:
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_the_list_of_a_change_names_the_files_of_its_example(heading: str) -> None:
     shown = listed(heading)
     folders = {file for file in shown if file.endswith("/")}
-    assert folded(touched(WITNESSES[heading]), folders) == shown
+    assert folded(touched(EXAMPLES[heading]), folders) == shown
 
 
-@pytest.mark.parametrize("heading", WITNESSES)
+@pytest.mark.parametrize("heading", EXAMPLES)
 def test_a_change_touches_few_files(heading: str) -> None:
-    assert len(touched(WITNESSES[heading])) <= WITNESSES[heading].most
+    assert len(touched(EXAMPLES[heading])) <= EXAMPLES[heading].most
 
 
-def test_every_list_has_a_witness() -> None:
+def test_every_list_has_an_example() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.partition("\n## Files of a change\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == list(WITNESSES)
+    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == list(EXAMPLES)

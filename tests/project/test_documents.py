@@ -36,7 +36,7 @@ def _anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
-def test_every_link_to_a_file_or_heading_leads_to_one(document: Path) -> None:
+def test_every_link_to_a_file_or_heading_has_a_target(document: Path) -> None:
     text = FENCE.sub("", document.read_text(encoding="utf-8"))
     broken = []
     for target in LINK.findall(text):
@@ -63,7 +63,7 @@ def test_every_make_target_that_a_document_names_exists(document: Path) -> None:
     assert set(named) <= targets
 
 
-async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it() -> None:
+async def test_the_policy_server_in_the_documents_serves_a_worker() -> None:
     text = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
     (code,) = [code for language, code in FENCE.findall(text) if language == "python" and "HTTPServer" in code]
     port = free_port()
@@ -80,7 +80,7 @@ async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it()
 
 
 async def sampled(policy: Policy) -> Sample:
-    """A sample, as soon as the server is up."""
+    """A sample, requested until the server responds."""
     request = SampleRequest(
         group="g",
         episode="e",
@@ -101,10 +101,10 @@ async def sampled(policy: Policy) -> Sample:
             if error.kind != "connection-refused":
                 raise
             await asyncio.sleep(0.05)
-    raise AssertionError("the server did not come up")
+    raise AssertionError("the server did not start")
 
 
-def test_every_decision_is_in_the_list_of_decisions() -> None:
+def test_the_list_of_decisions_is_complete() -> None:
     folder = ROOT / "docs" / "decisions"
     listed = (folder / "README.md").read_text(encoding="utf-8")
     pages = sorted(path.name for path in folder.glob("0*.md"))

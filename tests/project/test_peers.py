@@ -46,7 +46,7 @@ def test_a_peer_is_installed_once_and_again_for_another_lock_or_interpreter(
 @pytest.mark.parametrize(
     ("version", "expected"), [((3, 11, 2), str(Path(sys.executable).resolve())), ((3, 12, 1), "3.11")]
 )
-def test_a_peer_runs_on_the_interpreter_of_the_benchmark_if_that_is_a_python_3_11(
+def test_a_peer_runs_on_the_interpreter_of_the_benchmark_if_it_is_python_3_11(
     interpreters: list[str], monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], expected: str
 ) -> None:
     monkeypatch.setattr(sys, "version_info", version)

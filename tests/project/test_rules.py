@@ -1,4 +1,4 @@
-"""The rules of tests/conftest.py, on a small suite of its own."""
+"""The rules of tests/conftest.py, applied to a small separate suite."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def test_with_a_part():
 """
 
 
-def test_a_missing_part_skips_on_a_laptop_and_says_how_to_get_it(suite: Path) -> None:
-    done = _pytest(suite, NEEDS_ABSENT, ci=False)
-    assert done.returncode == 0
-    assert "absent is missing here; install it with: apt-get install absent" in done.stdout
+def test_a_missing_part_skips_a_test_with_the_command_that_installs_it(suite: Path) -> None:
+    result = _pytest(suite, NEEDS_ABSENT, ci=False)
+    assert result.returncode == 0
+    assert "absent is missing here; install it with: apt-get install absent" in result.stdout
 
 
-def test_a_missing_part_fails_under_ci(suite: Path) -> None:
-    done = _pytest(suite, NEEDS_ABSENT, ci=True)
-    assert done.returncode == 1
-    assert "absent is missing here; install it with: apt-get install absent" in done.stdout
+def test_a_missing_part_fails_a_test_under_ci(suite: Path) -> None:
+    result = _pytest(suite, NEEDS_ABSENT, ci=True)
+    assert result.returncode == 1
+    assert "absent is missing here; install it with: apt-get install absent" in result.stdout
 
 
 def test_a_complete_run_under_ci_fails_when_a_component_ran_too_few_tests(suite: Path) -> None:
     (suite / "tests" / "conftest.py").write_text(CONFTEST.format(least=2))
     passing = "def test_one():\n    pass\n"
-    done = _pytest(suite, passing, ci=True)
-    assert done.returncode == 1
-    assert "component sample: 1 tests ran, a complete run has at least 2" in done.stdout
+    result = _pytest(suite, passing, ci=True)
+    assert result.returncode == 1
+    assert "component sample: 1 tests ran, a complete run has at least 2" in result.stdout
     assert _pytest(suite, passing, "-k", "one", ci=True).returncode == 0
     assert _pytest(suite, passing, ci=False).returncode == 0
 
@@ -92,9 +92,9 @@ def test_escape():
     with open({str(tmp_path / "pid")!r}, "w") as file:
         subprocess.run(["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], stdout=file, check=True)
 """
-    done = _pytest(suite, escaping, ci=False)
+    result = _pytest(suite, escaping, ci=False)
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, 9)
-    assert done.returncode == 1
-    assert f"left running: process {pid} " in done.stdout
-    assert "started by tests/sample/test_sample.py::test_escape" in done.stdout
+    assert result.returncode == 1
+    assert f"left running: process {pid} " in result.stdout
+    assert "started by tests/sample/test_sample.py::test_escape" in result.stdout

@@ -1,4 +1,4 @@
-"""The check of addresses and paths, on this tree and on a file that breaks every rule."""
+"""The check of addresses and paths, applied to this tree and to a file that breaks every rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from scripts import check_tree
 
 
-def test_no_file_holds_a_registry_a_path_or_an_address_of_one_machine() -> None:
+def test_no_file_contains_a_registry_or_a_path_or_address_of_one_machine() -> None:
     assert [finding for path in check_tree.files() for finding in check_tree.findings(path)] == []
 
 
@@ -21,7 +21,7 @@ def test_no_file_holds_a_registry_a_path_or_an_address_of_one_machine() -> None:
         ("listen on 10.0" + ".0.7 now", "an IP address"),
     ],
 )
-def test_a_line_that_names_one_machine_is_found(
+def test_a_line_that_names_one_machine_is_reported(
     text: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_tree, "ROOT", tmp_path)
@@ -33,7 +33,7 @@ def test_a_line_that_names_one_machine_is_found(
 @pytest.mark.parametrize(
     "text", ["127.0.0.1:8470", "0.0.0.0", "192.0.2.7", "version 1.2.3", "{base}/wo" + "rk/item", "1.2.3.4.5"]
 )
-def test_loopback_documentation_addresses_and_urls_are_fine(
+def test_loopback_and_documentation_addresses_and_urls_are_allowed(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_tree, "ROOT", tmp_path)

@@ -33,10 +33,10 @@ def test_an_array_decodes_to_the_encoded_one_as_a_read_only_view(kind: str, shap
     array = (np.arange(np.prod(shape, dtype=int)) % 101).astype(kind).reshape(shape)
     array = array.T if transposed else array
     asset = encode_array(array)
-    found = decode_array(asset.data)
-    assert (found.dtype, found.shape) == (array.dtype, array.shape)
-    assert np.array_equal(found, array)
-    assert not found.flags.writeable
+    decoded = decode_array(asset.data)
+    assert (decoded.dtype, decoded.shape) == (array.dtype, array.shape)
+    assert np.array_equal(decoded, array)
+    assert not decoded.flags.writeable
     assert asset == encode_array(array.copy())
 
 

@@ -102,11 +102,11 @@ def test_a_base_install_reads_a_batch_and_computes_advantages(base_python: Path,
 
 
 def _uv() -> tuple[str, ...]:
-    found = shutil.which("uv")
-    return (found,) if found else (sys.executable, "-m", "uv")
+    path = shutil.which("uv")
+    return (path,) if path else (sys.executable, "-m", "uv")
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

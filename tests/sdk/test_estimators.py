@@ -62,8 +62,8 @@ def computed(case: dict[str, Any]) -> Any:
     return gae_token(experience.rewards, experience.tokens, values, experience.offsets, **factors, **ends).advantages
 
 
-def agree(found: Any, expected: Any) -> None:
-    np.testing.assert_array_less(np.abs(found - expected), np.maximum(1e-12, 1e-9 * np.abs(expected)))
+def agree(computed: Any, expected: Any) -> None:
+    np.testing.assert_array_less(np.abs(computed - expected), np.maximum(1e-12, 1e-9 * np.abs(expected)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
@@ -71,8 +71,8 @@ def test_a_vector_agrees(case: dict[str, Any]) -> None:
     agree(computed(case), np.array(flat(case["expected"]["advantages"])))
     if case["estimator"] not in ("gae_turn", "gae_token"):
         experience = experience_of(case["trajectories"])
-        found = returns_to_go(experience.rewards, experience.offsets, case["gamma"])
-        agree(found, np.array(flat(case["expected"]["returns"])))
+        returns = returns_to_go(experience.rewards, experience.offsets, case["gamma"])
+        agree(returns, np.array(flat(case["expected"]["returns"])))
     if (moments := case["expected"].get("moments")) is not None:
         whitening = served(case, case["estimator"]).whitening
         agree(np.array(astuple(whitening)), np.array([moments["n"], moments["mean"], moments["m2"]]))
@@ -138,10 +138,10 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(first, second, gamma) 
     np.testing.assert_allclose(astuple(merged), astuple(direct), rtol=1e-9, atol=1e-9)
     for group in range(4):
         parts = [group_statistics(s) for s in shards]
-        found = merge_all(part.moments(group) for part in parts if group < len(part.n))
+        merged_moments = merge_all(part.moments(group) for part in parts if group < len(part.n))
         totals = group_statistics(whole)
         expected = totals.moments(group) if group < len(totals.n) else Moments()
-        np.testing.assert_allclose(astuple(found), astuple(expected), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(astuple(merged_moments), astuple(expected), rtol=1e-9, atol=1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -153,8 +153,8 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(first, second, gamma) 
 )
 def test_constant_returns_give_advantage_0_also_with_eps_0(strands, name, value, eps) -> None:
     constant = [Strand(s.group, [0.0] * (len(s.rewards) - 1) + [value], s.tokens) for s in strands]
-    found = advantages(name, experience_from(constant), gamma=1.0, eps=eps).advantages
-    assert not np.any(found)
+    values = advantages(name, experience_from(constant), gamma=1.0, eps=eps).advantages
+    assert not np.any(values)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -180,13 +180,13 @@ def test_a_group_states_its_expected_and_its_actual_size() -> None:
 def test_turns_outside_rows_have_returns_but_are_not_counted(name: str) -> None:
     strands = [Strand(0, [0.0, 5.0, 1.0], [2, 90, 2]), Strand(0, [1.0, 0.5], [2, 3])]
     trained = np.array([True, False, True, True, True])
-    found = advantages(name, experience_from(strands)._replace(trained=trained), gamma=0.5)
-    assert found.returns[0] == 0.5 * (5.0 + 0.5 * 1.0)
-    assert found.advantages[1] == 0.0
-    if found.whitening is not None:
-        assert found.whitening.n == (4 if name == "rebn" else 9)
+    estimate = advantages(name, experience_from(strands)._replace(trained=trained), gamma=0.5)
+    assert estimate.returns[0] == 0.5 * (5.0 + 0.5 * 1.0)
+    assert estimate.advantages[1] == 0.0
+    if estimate.whitening is not None:
+        assert estimate.whitening.n == (4 if name == "rebn" else 9)
     if name == "dr_grpo":
-        assert found.advantages[0] == 6.0 - 3.75
+        assert estimate.advantages[0] == 6.0 - 3.75
 
 
 def test_rewards_of_an_episode_are_not_discounted() -> None:
@@ -195,8 +195,8 @@ def test_rewards_of_an_episode_are_not_discounted() -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_returns_cover_one_strand_only(gamma: float) -> None:
-    found = returns_to_go([1.0, 2.0, 4.0, 8.0], [0, 3, 3, 4], gamma)
-    assert found.tolist() == [1.0 + gamma * (2.0 + gamma * 4.0), 2.0 + gamma * 4.0, 4.0, 8.0]
+    returns = returns_to_go([1.0, 2.0, 4.0, 8.0], [0, 3, 3, 4], gamma)
+    assert returns.tolist() == [1.0 + gamma * (2.0 + gamma * 4.0), 2.0 + gamma * 4.0, 4.0, 8.0]
     assert returns_to_go([], [0], gamma).tolist() == []
 
 
@@ -204,7 +204,7 @@ def test_returns_cover_one_strand_only(gamma: float) -> None:
 @given(STRANDS, st.sampled_from([0.5, 0.99, 1.0]))
 def test_gae_with_lambda_1_and_zero_values_is_the_return(strands, gamma) -> None:
     e = experience_from(strands)
-    found = gae_turn(
+    estimate = gae_turn(
         e.rewards,
         np.zeros(len(e.rewards)),
         e.offsets,
@@ -212,11 +212,11 @@ def test_gae_with_lambda_1_and_zero_values_is_the_return(strands, gamma) -> None
         lambda_per_turn=1.0,
         terminated=[True] * len(strands),
     )
-    np.testing.assert_allclose(found.advantages, returns_to_go(e.rewards, e.offsets, gamma), atol=1e-12)
+    np.testing.assert_allclose(estimate.advantages, returns_to_go(e.rewards, e.offsets, gamma), atol=1e-12)
 
 
 def test_gae_bootstraps_truncated_strands_and_flags_those_without_a_value() -> None:
-    found = gae_turn(
+    estimate = gae_turn(
         [0.0, 0.0, 0.0],
         [1.0, 1.0, 1.0],
         [0, 1, 2, 3],
@@ -225,9 +225,9 @@ def test_gae_bootstraps_truncated_strands_and_flags_those_without_a_value() -> N
         terminated=[True, False, False],
         bootstrap_values=[8.0, 8.0, math.nan],
     )
-    assert found.advantages.tolist() == [-1.0, 3.0, -1.0]
-    assert found.targets.tolist() == [0.0, 4.0, 0.0]
-    assert found.bootstrapped_with_zero.tolist() == [False, False, True]
+    assert estimate.advantages.tolist() == [-1.0, 3.0, -1.0]
+    assert estimate.targets.tolist() == [0.0, 4.0, 0.0]
+    assert estimate.bootstrapped_with_zero.tolist() == [False, False, True]
 
 
 def test_arrays_of_different_lengths_are_refused() -> None:

@@ -29,9 +29,9 @@ class FakeServer:
 def test_a_score_belongs_to_the_version_that_was_confirmed_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeServer("0.3", "0.4", "0.4")
     monkeypatch.setattr(logprobs, "_request", server.request)
-    found = logprobs.score("http://policy/", "m", TOKENS)
-    assert (str(found.version), server.completions) == ("0.4", 2)
-    assert found.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0]
+    scores = logprobs.score("http://policy/", "m", TOKENS)
+    assert (str(scores.version), server.completions) == ("0.4", 2)
+    assert scores.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
 def test_weights_that_change_during_every_try_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

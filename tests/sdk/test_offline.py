@@ -80,10 +80,10 @@ async def test_a_stored_batch_has_the_advantages_of_its_rows(data_dir: Path):
         assert isinstance(pulled, Batch)
     batch = headrace.open(data_dir).batch(pulled.id)
     for row in pulled.rows:
-        (found,) = batch.advantages(row.trajectory.id)
-        assert isinstance(found, RowAdvantages)
-        assert found.advantages is not None
-        assert found.advantages.tolist() == row.advantages.tolist()
+        (values,) = batch.advantages(row.trajectory.id)
+        assert isinstance(values, RowAdvantages)
+        assert values.advantages is not None
+        assert values.advantages.tolist() == row.advantages.tolist()
     assert batch.advantages("another") == []
 
 
@@ -110,11 +110,11 @@ async def test_a_live_directory_is_read_while_the_service_runs(data_dir: Path):
         await api.create_run(group_size=1, batch_size=64)
         first = {attempt.episode for attempt in await api.play(free=8)}
         reading = headrace.open(data_dir).trajectories()
-        seen = {next(reading).episode}
+        episodes = {next(reading).episode}
         for _ in range(4):
             await api.play(free=8)
-        seen |= {trajectory.episode for trajectory in reading}
-        assert first <= seen
+        episodes |= {trajectory.episode for trajectory in reading}
+        assert first <= episodes
         assert len({trajectory.episode for trajectory in headrace.open(data_dir).trajectories()}) == 40
 
 
@@ -142,7 +142,7 @@ async def test_a_damaged_record_is_listed_and_skipped_and_a_strict_reader_raises
 
     data = headrace.open(data_dir)
     assert [trajectory.id for trajectory in data.trajectories()] == [id for id in all_ids if id != lost]
-    assert [(found.file, found.offset) for found in data.damaged] == [(file.name, place - 64)]
+    assert [(damage.file, damage.offset) for damage in data.damaged] == [(file.name, place - 64)]
     with pytest.raises(UnknownTrajectory, match=lost):
         data.trajectory(lost)
     with pytest.raises(UnknownTrajectory, match=lost):
@@ -165,8 +165,8 @@ async def test_trajectories_are_filtered_by_run_environment_status_and_versions(
         await api.play(free=4)
     data = headrace.open(data_dir)
 
-    def count(**wanted) -> int:
-        return sum(1 for _ in data.trajectories(**wanted))
+    def count(**filters) -> int:
+        return sum(1 for _ in data.trajectories(**filters))
 
     everything = count()
     assert count(run="other") + count(run="run") == everything
@@ -193,10 +193,10 @@ async def test_progress_counts_the_bytes_of_the_log(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_history(api)
     size = last_file(data_dir).stat().st_size
-    told: list[tuple[int, int]] = []
-    list(headrace.open(data_dir, on_progress=lambda done, total: told.append((done, total))).trajectories())
-    assert told == sorted(told)
-    assert told[-1] == (size, size)
+    reports: list[tuple[int, int]] = []
+    list(headrace.open(data_dir, on_progress=lambda done, total: reports.append((done, total))).trajectories())
+    assert reports == sorted(reports)
+    assert reports[-1] == (size, size)
 
 
 async def test_missing_directories_records_and_extras_raise_their_errors(
@@ -226,8 +226,8 @@ def test_the_events_that_the_catalog_reads_have_the_names_of_the_schedulers_clas
         "BatchAcked": ("run", "batch", "version"),
         "BatchDissolved": ("run", "batch"),
     }
-    for name, wanted in fields.items():
-        assert set(wanted) <= set(getattr(events, name).__struct_fields__)
+    for name, expected in fields.items():
+        assert set(expected) <= set(getattr(events, name).__struct_fields__)
 
 
 def last_file(data_dir: Path) -> Path:
@@ -238,9 +238,9 @@ def test_a_filter_that_nothing_can_match_is_refused(tmp_path: Path):
     (tmp_path / "log").mkdir()
     data = headrace.open(tmp_path)
     wrong: list[dict[str, Any]] = [{"status": "done"}, {"tags": "image"}, {"low": "new"}]
-    for given in wrong:
-        with pytest.raises(InvalidRequest, match=next(iter(given))):
-            data.trajectories(**given)
+    for arguments in wrong:
+        with pytest.raises(InvalidRequest, match=next(iter(arguments))):
+            data.trajectories(**arguments)
     with pytest.raises(InvalidRequest, match="open, acked, dissolved"):
         data.batches(state="done")  # type: ignore[arg-type]
     assert list(data.trajectories(low="0.1", high=Version(0, 2))) == []

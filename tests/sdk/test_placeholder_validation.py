@@ -32,8 +32,8 @@ def shown(names: list[str], ranges: list[Placeholder]) -> Trajectory:
         look = [ContentPart(type="text", text="Look."), ContentPart(type="image", asset=name)]
         messages.append(Message(role="user", content=look, agent="agent"))
         messages.append(Message(role="assistant", content="seen", agent="agent", turn=turn))
-    kept = [asset for asset in ASSETS if asset.name in names]
-    trajectory = make_trajectory(rewards=[0.0] * len(names), assets=kept, messages=messages, segments=[segment])
+    assets = [asset for asset in ASSETS if asset.name in names]
+    trajectory = make_trajectory(rewards=[0.0] * len(names), assets=assets, messages=messages, segments=[segment])
     return replace_segment(trajectory, token_ids=tokens, placeholders=ranges)
 
 

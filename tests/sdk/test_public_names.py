@@ -59,5 +59,5 @@ def test_adapters_for_trainers_import_no_trainer() -> None:
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules that are loaded in a fresh interpreter after the statement."""
     code = f"import sys; {statement}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return set(done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(result.stdout.split())

@@ -204,8 +204,8 @@ def test_spans_cover_the_positions_where_a_turn_continued(continued: list[int]) 
 
 def test_spans_cover_so_that_a_missing_turn_is_found() -> None:
     trajectory = make_trajectory(turns=3)
-    kept = [trajectory.segments[0].turns[0], trajectory.segments[0].turns[2]]
-    refused(replace_segment(trajectory, turns=kept), SpansDoNotCover, "position 13: sampled is 1, but no turn")
+    turns = [trajectory.segments[0].turns[0], trajectory.segments[0].turns[2]]
+    refused(replace_segment(trajectory, turns=turns), SpansDoNotCover, "position 13: sampled is 1, but no turn")
 
 
 PICTURE = make_asset(b"pixels", "image/png").entry

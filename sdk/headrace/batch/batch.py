@@ -98,10 +98,10 @@ class Row:
 
     def token_advantages(self) -> npt.NDArray[np.float32]:
         """Advantages f32[n] by token: each turn's at its own sampled positions, 0 elsewhere."""
-        found = np.zeros(len(self.segment.token_ids), np.float32)
+        by_token = np.zeros(len(self.segment.token_ids), np.float32)
         for turn, advantage in zip(self.segment.turns, self.advantages, strict=True):
-            found[turn.start : turn.end] = advantage
-        return found
+            by_token[turn.start : turn.end] = advantage
+        return by_token
 
 
 class Batch:
@@ -179,15 +179,15 @@ class Batch:
 
         Raises UnknownAsset or CorruptAsset if the pull failed to get it, InvalidRequest if it was not requested.
         """
-        found = self.assets.get(name)
-        if isinstance(found, HeadraceError):
-            raise found
-        if found is None:
+        asset = self.assets.get(name)
+        if isinstance(asset, HeadraceError):
+            raise asset
+        if asset is None:
             raise InvalidRequest(
                 f"The asset {name[:80]!r} was not pulled with batch {self.id}.",
                 hint='Pull with fields=["assets"], or get this one with client.asset.',
             )
-        return found
+        return asset
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -224,10 +224,10 @@ class Batch:
 
         Without ``bin_tokens`` in the run spec each row is its own bin.
         """
-        found: dict[int, list[Row]] = {}
+        by_bin: dict[int, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.bin, []).append(row)
-        return [found[bin] for bin in sorted(found)]
+            by_bin.setdefault(row.bin, []).append(row)
+        return [by_bin[bin] for bin in sorted(by_bin)]
 
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
@@ -346,11 +346,11 @@ class Batch:
         if received is None or not agree(received, computed, tolerance):
             raise self._disagreement(f"column {name!r} disagrees with its records")
 
-    def _require_whole(self, what: str) -> None:
+    def _require_whole(self, subject: str) -> None:
         if self.shard is not None:
             raise InvalidRequest(
-                f"This is shard {self.shard.number} of {len(self.shard.parts)} of batch {self.id}. {what} can only be "
-                "computed from the whole batch.",
+                f"This is shard {self.shard.number} of {len(self.shard.parts)} of batch {self.id}. {subject} can only "
+                "be computed from the whole batch.",
                 hint="Pull it without shards in one rank, and send each rank its part.",
             )
 
@@ -369,8 +369,8 @@ class Batch:
         """The inputs without the dropped rows (trajectory, segment), and the spans of their records."""
         rows = set(zip(*(self.columns[name].tolist() for name in _ROW_PLACE[:2]), strict=True))
         had_rows = {t for t, _ in rows}
-        left = rows - dropped
-        has_rows = {t for t, _ in left}
+        rows_kept = rows - dropped
+        has_rows = {t for t, _ in rows_kept}
         inputs: list[GroupInput] = []
         spans: list[tuple[int, int]] = []
         numbers = iter(range(len(self._spans)))
@@ -380,7 +380,7 @@ class Batch:
                 if t in had_rows and t not in has_rows:
                     continue
                 start, end = self._spans[t]
-                members.append((_only(decode_head(self.records[start:end]), t, left), end - start))
+                members.append((_only(decode_head(self.records[start:end]), t, rows_kept), end - start))
                 spans.append((start, end))
             if members:
                 inputs.append(GroupInput(group.id, group.task, group.expected, members))

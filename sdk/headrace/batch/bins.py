@@ -28,11 +28,11 @@ def pack_bins(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
             f"A row of {tokens.max()} tokens does not fit into a bin of {bin_tokens}.",
             hint="Give the run larger bins, or a lower max_context_tokens.",
         )
-    found = np.zeros(len(tokens), np.int64)
+    bins = np.zeros(len(tokens), np.int64)
     room = _FreeSpace(len(tokens), bin_tokens)
     for row in np.argsort(-tokens, kind="stable").tolist():
-        found[row] = room.take(int(tokens[row]))
-    return found
+        bins[row] = room.take(int(tokens[row]))
+    return bins
 
 
 class _FreeSpace:
@@ -49,9 +49,9 @@ class _FreeSpace:
             node *= 2
             if free[node] < tokens:
                 node += 1
-        found = node - self._leaves
+        bin = node - self._leaves
         free[node] -= tokens
         while node > 1:
             node //= 2
             free[node] = max(free[2 * node], free[2 * node + 1])
-        return found
+        return bin

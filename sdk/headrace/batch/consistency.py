@@ -48,10 +48,10 @@ def disagreement(manifest: Manifest, problem: str) -> InvalidRequest:
 def differences(ours: Any, theirs: Any, path: str = "manifest") -> list[tuple[str, Any, Any]]:
     """The paths at which two trees of builtins differ, with both values; floats differ beyond rounding."""
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        return [found for key in ours for found in differences(ours[key], theirs[key], f"{path}.{key}")]
+        return [difference for key in ours for difference in differences(ours[key], theirs[key], f"{path}.{key}")]
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
         pairs = enumerate(zip(ours, theirs, strict=True))
-        return [found for k, (one, other) in pairs for found in differences(one, other, f"{path}[{k}]")]
+        return [difference for k, (one, other) in pairs for difference in differences(one, other, f"{path}[{k}]")]
     if isinstance(ours, float) and isinstance(theirs, float | int):
         return [] if agree(np.array([theirs]), np.array([ours]), MOMENT_TOLERANCE) else [(path, ours, theirs)]
     return [] if ours == theirs else [(path, ours, theirs)]
@@ -122,7 +122,7 @@ def _range_problems(
 
 def _count_problems(manifest: Manifest, part: Part, columns: Columns) -> Iterator[str]:
     whole = manifest.counts
-    for what, stated, counted in (
+    for noun, stated, counted in (
         ("trajectories", whole.trajectories, len(manifest.trajectories)),
         ("groups", whole.groups, len(manifest.groups)),
         ("members of groups", whole.trajectories, sum(group.actual for group in manifest.groups)),
@@ -130,7 +130,7 @@ def _count_problems(manifest: Manifest, part: Part, columns: Columns) -> Iterato
         ("tokens", part.tokens, int(columns["row_tokens"].sum())),
     ):
         if stated != counted:
-            yield f"it states {stated} {what}, but has {counted}"
+            yield f"it states {stated} {noun}, but has {counted}"
     if manifest.bin_tokens:
         fullest = np.bincount(columns["row_bin"], weights=columns["row_tokens"]).max(initial=0)
         if fullest > manifest.bin_tokens:
@@ -142,5 +142,5 @@ def _record_problems(columns: Columns, records: memoryview) -> Iterator[str]:
     sizes, stated_sizes = record_sizes(records, offsets[:-1]), offsets[1:] - offsets[:-1]
     if (sizes != stated_sizes).any():
         position = np.flatnonzero(sizes != stated_sizes)[0]
-        found = f"has {sizes[position]} bytes" if sizes[position] >= 0 else "is not a record"
-        yield f"record {position} {found}, instead of {stated_sizes[position]} bytes"
+        actual = f"has {sizes[position]} bytes" if sizes[position] >= 0 else "is not a record"
+        yield f"record {position} {actual}, instead of {stated_sizes[position]} bytes"

@@ -35,12 +35,12 @@ def assign_bins(bin_tokens: npt.ArrayLike, shards: int) -> I64:
     """The shard of each bin, i64[bins]. Each bin, the fullest first, goes to the shard with the fewest tokens."""
     tokens = np.asarray(bin_tokens, np.int64)
     lightest = [(0, number) for number in range(shards)]
-    found = np.zeros(len(tokens), np.int64)
+    shard_of = np.zeros(len(tokens), np.int64)
     for bin in np.argsort(-tokens, kind="stable").tolist():
         load, number = lightest[0]
         heapq.heapreplace(lightest, (load + int(tokens[bin]), number))
-        found[bin] = number
-    return found
+        shard_of[bin] = number
+    return shard_of
 
 
 class ShardedBatch:
@@ -134,13 +134,13 @@ def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str
         pairs.append((f"the merged moments of {environment}", _merged(parts), stated_moments))
         here = own.environments.get(environment, nothing)
         pairs.append((f"the moments of {environment} in shard {{}}", here, parts[shard.number]))
-    for what, found, stated_moments in pairs:
+    for subject, computed, stated_moments in pairs:
         for name in MomentSet.__struct_fields__:
-            if not getattr(found, name).agrees(getattr(stated_moments, name)):
-                return f"{what.format(shard.number)} differ from those stated ({name})"
+            if not getattr(computed, name).agrees(getattr(stated_moments, name)):
+                return f"{subject.format(shard.number)} differ from those stated ({name})"
     return ""
 
 
 def _merged(parts: Any) -> MomentSet:
-    found = list(parts)
-    return MomentSet(**{name: merge_all(getattr(part, name) for part in found) for name in MomentSet.__struct_fields__})
+    sets = list(parts)
+    return MomentSet(**{name: merge_all(getattr(part, name) for part in sets) for name in MomentSet.__struct_fields__})

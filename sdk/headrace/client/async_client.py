@@ -239,9 +239,9 @@ class _PullStatus:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not pulls[0].done():
             arrived = asyncio.create_task(self._arrived.wait())
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                await asyncio.wait((pulls[0], arrived), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((pulls[0], arrived), timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 arrived.cancel()
             if pulls[0].done():

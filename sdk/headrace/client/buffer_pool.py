@@ -26,19 +26,19 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[bytearray] = []
+        self._buffers: list[bytearray] = []
 
     def take(self, size: int) -> memoryview:
         """``size`` writable bytes that begin at a multiple of ``ALIGNMENT``. They are not zeroed."""
         if size <= SMALL_BYTES:
             return _aligned(bytearray(size + ALIGNMENT), size)
         with self._lock:
-            for buffer in self._kept:
+            for buffer in self._buffers:
                 if size + ALIGNMENT <= len(buffer) <= 2 * size + ALIGNMENT and _is_unused(buffer):
                     return _aligned(buffer, size)
             # Some room to spare: the next batch rarely has the same size.
             buffer = bytearray(size + size // 8 + ALIGNMENT)
-            self._kept = [*self._kept[-KEPT + 1 :], buffer]
+            self._buffers = [*self._buffers[-KEPT + 1 :], buffer]
             return _aligned(buffer, size)
 
 

@@ -28,18 +28,18 @@ class BatchLeases:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], _HeldLease] = {}
+        self._leases: dict[tuple[str, str], _HeldLease] = {}
         self._activities: dict[str, Doing] = {}
 
     def hold(self, run: str, batch: str, lease_s: float) -> None:
         """Add a batch that was served, or served again."""
         with self._lock:
-            self._held[run, batch] = _HeldLease(lease_s, self._clock() + lease_s * RENEW_AT)
+            self._leases[run, batch] = _HeldLease(lease_s, self._clock() + lease_s * RENEW_AT)
 
     def drop(self, run: str, batch: str) -> None:
         """Remove a batch that is no longer held."""
         with self._lock:
-            self._held.pop((run, batch), None)
+            self._leases.pop((run, batch), None)
 
     def set_activity(self, run: str, doing: Doing) -> None:
         """Set the learner's activity, which renewals report from now on."""
@@ -56,19 +56,19 @@ class BatchLeases:
         """Schedule the next renewal a third of a term after this one was sent, whether or not this one succeeds."""
         with self._lock:
             now = self._clock()
-            for (other, _), held in self._held.items():
+            for (other, _), lease in self._leases.items():
                 if other == run:
-                    held.renew_at = now + held.lease_s * RENEW_AT
+                    lease.renew_at = now + lease.lease_s * RENEW_AT
 
     def due(self) -> list[str]:
         """Runs with a lease to renew now."""
         with self._lock:
             now = self._clock()
-            return sorted({run for (run, _), held in self._held.items() if held.renew_at <= now})
+            return sorted({run for (run, _), lease in self._leases.items() if lease.renew_at <= now})
 
     def next_due_s(self) -> float | None:
         """Seconds until the next renewal is due, or None if no batch is held."""
         with self._lock:
-            if not self._held:
+            if not self._leases:
                 return None
-            return max(0.0, min(held.renew_at for held in self._held.values()) - self._clock())
+            return max(0.0, min(lease.renew_at for lease in self._leases.values()) - self._clock())

@@ -77,10 +77,8 @@ class Prefetcher:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
-                left = None if deadline is None else deadline - time.monotonic()
-                while not (self._ready or self._error or self._has_new_reasons) and (left is None or left > 0):
-                    self._changed.wait(left)
-                    left = None if deadline is None else deadline - time.monotonic()
+                remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: self._ready or self._error or self._has_new_reasons, remaining_s)
                 if self._ready:
                     self._free.release()
                     return self._ready.popleft()

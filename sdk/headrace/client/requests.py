@@ -123,9 +123,9 @@ def request(
 ) -> ApiRequest:
     """A request for ``/v1/<parts>``. Parts are quoted, and query entries that are None are omitted."""
     target = "/".join((messages.API, *(quote(part, safe="") for part in parts)))
-    given = {name: value for name, value in (query or {}).items() if value is not None}
-    if given:
-        target += "?" + urlencode(given)
+    present = {name: value for name, value in (query or {}).items() if value is not None}
+    if present:
+        target += "?" + urlencode(present)
     return ApiRequest(
         method=method, target=target, body=b"" if body is None else msgspec.json.encode(body), wait_s=wait_s
     )
@@ -143,10 +143,10 @@ def json_reader(kind: type[T]) -> Callable[[ApiResponse], T]:
     return read
 
 
-def unexpected_body(response: ApiResponse, wanted: str) -> ServiceError:
+def unexpected_body(response: ApiResponse, expected: str) -> ServiceError:
     """The error for a success status with an unexpected body."""
     return ServiceError(
-        f"The response ({response.status}, {response.media_type or 'no media type'}) is not {wanted}.",
+        f"The response ({response.status}, {response.media_type or 'no media type'}) is not {expected}.",
         hint="Is this the address of an orchestrator, and do both sides run the same release? A proxy may have "
         f"responded in its place. The body begins: {_body_start(response)!r}",
         http_status=response.status,
@@ -222,9 +222,9 @@ def _body_start(response: ApiResponse) -> str:
 
 def request_headers(token: str, request: ApiRequest) -> dict[str, str]:
     """Headers of every request. Responses are not compressed, because batches are read as views of the body."""
-    found = {"Accept-Encoding": "identity", "User-Agent": "headrace"}
+    headers = {"Accept-Encoding": "identity", "User-Agent": "headrace"}
     if token:
-        found["Authorization"] = f"Bearer {token}"
+        headers["Authorization"] = f"Bearer {token}"
     if request.body:
-        found["Content-Type"] = "application/json"
-    return found
+        headers["Content-Type"] = "application/json"
+    return headers

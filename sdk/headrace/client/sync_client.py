@@ -54,12 +54,12 @@ def bearer_token(token: str | None) -> str:
     A line end after it, as in a file or a secret of Kubernetes, is removed. Raises SetupError for other control
     characters.
     """
-    found = (token if token is not None else os.environ.get("HEADRACE_TOKEN", "")).strip()
-    if not found.isprintable():
+    text = (token if token is not None else os.environ.get("HEADRACE_TOKEN", "")).strip()
+    if not text.isprintable():
         raise SetupError(
             "The bearer token holds a line end or another control character.", hint="Check HEADRACE_TOKEN."
         )
-    return found
+    return text
 
 
 class Client(BlockingMethods):

@@ -11,14 +11,14 @@ from collections.abc import Collection
 from headrace.errors import InvalidRequest
 
 
-def sorted_names(argument: str, given: Collection[str]) -> tuple[str, ...]:
+def sorted_names(argument: str, names: Collection[str]) -> tuple[str, ...]:
     """The names in a list argument, sorted. Raises InvalidRequest for a string in place of a list."""
-    if isinstance(given, str):
-        raise InvalidRequest(f"{argument} is the string {given!r}, not a list.", hint=f"Write {argument}=[{given!r}].")
-    return tuple(sorted(given))
+    if isinstance(names, str):
+        raise InvalidRequest(f"{argument} is the string {names!r}, not a list.", hint=f"Write {argument}=[{names!r}].")
+    return tuple(sorted(names))
 
 
-def require_known(argument: str, given: str | None, known: Collection[str]) -> None:
+def require_known(argument: str, name: str | None, known: Collection[str]) -> None:
     """Raise InvalidRequest for an unknown name; None is accepted."""
-    if given is not None and given not in known:
-        raise InvalidRequest(f"The {argument} {given!r} is unknown.", hint=f"Known: {', '.join(known)}.")
+    if name is not None and name not in known:
+        raise InvalidRequest(f"The {argument} {name!r} is unknown.", hint=f"Known: {', '.join(known)}.")

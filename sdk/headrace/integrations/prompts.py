@@ -73,28 +73,28 @@ def group_sizes(keys: Sequence[Any], most: int) -> list[int]:
 
     These are the groups of a trainer that repeats each prompt for its generations.
     """
-    found: list[int] = []
+    sizes: list[int] = []
     for k, key in enumerate(keys):
-        if found and key == keys[k - 1] and found[-1] < most:
-            found[-1] += 1
+        if sizes and key == keys[k - 1] and sizes[-1] < most:
+            sizes[-1] += 1
         else:
-            found.append(1)
-    return found
+            sizes.append(1)
+    return sizes
 
 
 def _by_group(batch: Batch) -> dict[str, list[EpisodeTokens]]:
-    found: dict[str, list[EpisodeTokens]] = {group.id: [] for group in batch.manifest.groups}
-    seen: set[str] = set()
+    groups: dict[str, list[EpisodeTokens]] = {group.id: [] for group in batch.manifest.groups}
+    ids: set[str] = set()
     for row in batch.rows:
-        if row.trajectory.id in seen:
+        if row.trajectory.id in ids:
             raise InvalidRequest(
                 f"Episode {row.trajectory.id} has several rows, but this trainer takes only one.",
                 hint="Its history was edited, or several of its agents train. Train one agent without history edits, "
                 "or use a trainer that pulls batches.",
             )
-        seen.add(row.trajectory.id)
-        found[row.group.id].append(_episode(row))
-    return found
+        ids.add(row.trajectory.id)
+        groups[row.group.id].append(_episode(row))
+    return groups
 
 
 def _episode(row: Row) -> EpisodeTokens:

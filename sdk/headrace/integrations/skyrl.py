@@ -43,11 +43,11 @@ class HeadraceGenerator:
         """The ``GeneratorOutput`` for a ``GeneratorInput``. Raises the errors of ``roll_out``."""
         return await asyncio.to_thread(self._generate, input_batch)
 
-    def _generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        self._require_temperature(given.get("sampling_params") or {})
-        prompts, names = given["prompts"], given["env_classes"]
-        extras = given.get("env_extras") or [{}] * len(prompts)
-        ids = given.get("trajectory_ids")
+    def _generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        self._require_temperature(input_batch.get("sampling_params") or {})
+        prompts, names = input_batch["prompts"], input_batch["env_classes"]
+        extras = input_batch.get("env_extras") or [{}] * len(prompts)
+        ids = input_batch.get("trajectory_ids")
         keys = prompts if ids is None else [id.instance_id for id in ids]
         requested, start = [], 0
         for size in group_sizes(keys, MAX_COUNT):

@@ -109,9 +109,9 @@ class HeadraceRollouts:
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
             prefetcher.close()
-        left = self.rollout_buffer.clear()
+        reason = f"the trainer stopped with {self.rollout_buffer.clear()} samples left"
         for batch in self._held():
-            self._end(batch, lambda batch: self._client.nack(batch, f"the trainer stopped with {left} samples left"))
+            self._end(batch, lambda batch: self._client.nack(batch, reason))
         self._batch, self._finished = None, []
 
     def update_model_version(self, model_version: int) -> None:
@@ -149,7 +149,7 @@ class HeadraceRollouts:
         self._ack(len(self._finished) - self._room + 1)
         if self._prefetcher is None:
             raise queue.Empty
-        asked = self._clock()
+        started_at = self._clock()
         try:
             batch = self._prefetcher.take(timeout_s, self._client._operations.on_wait)
         except NothingToServe as error:
@@ -163,9 +163,9 @@ class HeadraceRollouts:
             raise
         self._served_at = self._clock()
         self._batch, self._waiting, self._versions_of_batch = batch, None, 0
-        found = self._samples(batch)
-        self._report_metrics(batch, found, waited_s=self._served_at - asked)
-        return found
+        rows = self._samples(batch)
+        self._report_metrics(batch, rows, waited_s=self._served_at - started_at)
+        return rows
 
     def _finish(self) -> None:
         """Mark the current batch as finished if the trainer took its last row."""
@@ -184,14 +184,14 @@ class HeadraceRollouts:
 
     def _samples(self, batch: Batch) -> list[RolloutSample]:
         first_version = 0 if self._version is None else self._version.n - self._model_version
-        found = samples(batch, first_version=first_version, first_group=self._groups, now_s=time.time())
+        rows = samples(batch, first_version=first_version, first_group=self._groups, now_s=time.time())
         self._groups += len(batch.manifest.groups)
-        return list(found)
+        return list(rows)
 
-    def _end(self, batch: Batch, how: Callable[[Batch], Any]) -> bool:
+    def _end(self, batch: Batch, release: Callable[[Batch], Any]) -> bool:
         """End a batch by an ack or a nack. Returns false if its lease was lost, so that it may be served again."""
         try:
-            how(batch)
+            release(batch)
         except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch) as error:
             log.warning("The lease of batch %s was lost, and it may be trained on again: %s", batch.id, error)
             self.metrics_queue.put({"headrace/batches_lost_total": 1.0})
@@ -209,13 +209,13 @@ class HeadraceRollouts:
                 self._batch and self._batch.id,
             )
 
-    def _report_metrics(self, batch: Batch, found: list[RolloutSample], waited_s: float) -> None:
+    def _report_metrics(self, batch: Batch, rows: list[RolloutSample], waited_s: float) -> None:
         manifest = batch.manifest
         self.metrics_queue.put(
             {
                 "headrace/batches_total": 1.0,
                 "headrace/episodes_total": float(manifest.counts.trajectories),
-                "headrace/samples_total": float(len(found)),
+                "headrace/samples_total": float(len(rows)),
                 "headrace/staleness_max": float(manifest.staleness_max),
                 "headrace/episode_reward": manifest.moments.rewards.mean,
                 "headrace/batch_wait_s": waited_s,
@@ -242,6 +242,6 @@ class _SampleQueue:
 
     def clear(self) -> int:
         """Remove all samples; returns their number."""
-        left = len(self._rows)
+        count = len(self._rows)
         self._rows.clear()
-        return left
+        return count

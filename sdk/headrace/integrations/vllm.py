@@ -84,22 +84,22 @@ class Checkpoint(ExitStack):
                 self.kinds[name] = TensorType(entry.get_dtype(), entry.get_shape())
 
 
-def compare(found: dict[str, TensorType], expected: dict[str, TensorType], *, tied: bool) -> None:
+def compare(checkpoint: dict[str, TensorType], expected: dict[str, TensorType], *, tied: bool) -> None:
     """Raise CheckpointError unless names, shapes and types match the checkpoint that the server was started with.
 
     With tied embeddings a checkpoint may include or omit the output layer's copy.
     """
     spare = {HEAD} if tied else set()
-    if missing := sorted(expected.keys() - found.keys() - spare):
+    if missing := sorted(expected.keys() - checkpoint.keys() - spare):
         raise CheckpointError(f"{len(missing)} tensors are missing, such as {missing[0]}")
-    if unknown := sorted(found.keys() - expected.keys() - spare):
+    if unknown := sorted(checkpoint.keys() - expected.keys() - spare):
         raise CheckpointError(f"{len(unknown)} tensors are not in the model, such as {unknown[0]}")
-    for name in sorted(found.keys() & expected.keys()):
-        kind, wanted = found[name], expected[name]
-        if kind.shape != wanted.shape:
-            raise CheckpointError(f"{name} has shape {kind.shape}, in the model {wanted.shape}")
-        if kind.type != wanted.type and not {kind.type, wanted.type} <= FLOATS:
-            raise CheckpointError(f"{name} has type {kind.type}, in the model {wanted.type}")
+    for name in sorted(checkpoint.keys() & expected.keys()):
+        kind, own = checkpoint[name], expected[name]
+        if kind.shape != own.shape:
+            raise CheckpointError(f"{name} has shape {kind.shape}, in the model {own.shape}")
+        if kind.type != own.type and not {kind.type, own.type} <= FLOATS:
+            raise CheckpointError(f"{name} has type {kind.type}, in the model {own.type}")
 
 
 class WorkerExtension:

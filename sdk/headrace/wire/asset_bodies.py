@@ -18,11 +18,11 @@ from headrace.wire.alignment import ALIGNMENT, padded
 _LENGTH = struct.Struct("<I")
 
 
-def pack_assets(found: Sequence[bytes | HeadraceError]) -> bytes:
+def pack_assets(items: Sequence[bytes | HeadraceError]) -> bytes:
     """Join assets, and the errors in place of those that could not be read, into one body."""
     heads: list[messages.AssetHead] = []
     parts: list[bytes] = []
-    for item in found:
+    for item in items:
         if isinstance(item, HeadraceError):
             heads.append(messages.AssetHead(problem=item.problem()))
         else:
@@ -40,14 +40,14 @@ def unpack_assets(body: bytes | memoryview) -> list[memoryview | HeadraceError]:
         heads = msgspec.json.decode(view[_LENGTH.size : end], type=list[messages.AssetHead])
     except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The bytes are not a body of assets: {error}.", hint="Is a proxy in between?") from error
-    found: list[memoryview | HeadraceError] = []
+    items: list[memoryview | HeadraceError] = []
     start = padded(end)
     for head in heads:
         if head.problem is not None:
-            found.append(from_problem(head.problem))
+            items.append(from_problem(head.problem))
             continue
         if head.size_bytes < 0 or start + head.size_bytes > len(view):
             raise InvalidRequest("The body of assets ends too early.", hint="It was truncated on the way; try again.")
-        found.append(view[start : start + head.size_bytes])
+        items.append(view[start : start + head.size_bytes])
         start += padded(head.size_bytes)
-    return found
+    return items

@@ -221,8 +221,8 @@ def record_sizes(records: memoryview, starts: npt.NDArray[np.int64]) -> npt.NDAr
     # As an unsigned integer a negative number is a large one: one comparison finds both.
     whole = (starts % ALIGNMENT == 0) & (starts.view(_U8) <= len(records) - _PREFIX.size)
     first = starts // 8 * whole
-    found = whole & (words[first] & 0xFFFFFFFF == _MAGIC_NUMBER)
-    return np.where(found, words[first + 2].view(np.int64), -1)
+    is_record = whole & (words[first] & 0xFFFFFFFF == _MAGIC_NUMBER)
+    return np.where(is_record, words[first + 2].view(np.int64), -1)
 
 
 def _full_head(trajectory: Trajectory) -> _FullHead:

@@ -121,9 +121,9 @@ def weight_version_name(version: Version, run: str = "") -> str:
     return f"{run}@{version}" if run else str(version)
 
 
-def loading_name(held: str, name: str) -> str:
+def loading_name(current: str, name: str) -> str:
     """The weight version that a server reports while ``name`` is loaded over ``held``."""
-    return f"{name_before_load(held)}{_LOADING}{name}"
+    return f"{name_before_load(current)}{_LOADING}{name}"
 
 
 def name_before_load(text: str) -> str:

@@ -194,7 +194,7 @@ def test_the_moments_of_environments_merge_to_those_of_the_batch() -> None:
     manifest = Batch.parse(usual_body()).manifest
     assert set(manifest.environments) == {"e:0", "e:1"}
     for name in ("returns_by_turn", "returns_by_token", "rewards"):
-        merged = merge_all(getattr(found, name) for found in manifest.environments.values())
+        merged = merge_all(getattr(moments, name) for moments in manifest.environments.values())
         whole = getattr(manifest.moments, name)
         np.testing.assert_allclose(msgspec.structs.astuple(merged), msgspec.structs.astuple(whole), rtol=1e-12)
 
@@ -241,10 +241,10 @@ def test_each_row_has_its_own_advantages_at_its_own_sampled_positions() -> None:
             expected = np.zeros(len(row.token_ids), np.float32)
             for turn, advantage in zip(row.turns, row.advantages, strict=True):
                 expected[turn.start : turn.end] = advantage
-            found = row.token_advantages()
-            assert found.dtype == np.float32
-            np.testing.assert_array_equal(found, expected)
-            assert not np.any(found[row.sampled == 0])
+            computed = row.token_advantages()
+            assert computed.dtype == np.float32
+            np.testing.assert_array_equal(computed, expected)
+            assert not np.any(computed[row.sampled == 0])
 
 
 def test_a_row_has_its_trajectory_segment_and_group() -> None:
@@ -297,11 +297,11 @@ def test_a_row_is_collected_alike_with_and_without_a_segment_without_turns(indic
     (row,) = head.segments
     turns = [replace(turn, index=index) for turn, index in zip(row.turns, indices, strict=True)]
     row = replace(row, turns=turns)
-    found = [
+    entries = [
         collect_strands([GroupInput("g", head.task, 2, [(replace(head, segments=segments), 64)] * 2)])
         for segments in ([row], [row, replace(row, turns=[])])
     ]
-    alone, beside = map(_plain, found)
+    alone, beside = map(_plain, entries)
     assert alone == beside
 
 
@@ -428,10 +428,10 @@ def test_the_advantages_of_a_trajectory_are_read_from_the_head_alone(make: str) 
     head = body[: len(body) - len(batch.records)]
     for trajectory in batch.trajectories:
         rows = [row for row in batch.rows if row.trajectory is trajectory or row.trajectory.id == trajectory.id]
-        found = read_advantages(head, trajectory.id)
-        assert len(found) == len(rows)
-        for given_by_head, row in zip(found, rows, strict=True):
-            assert trajectory.segments[given_by_head.segment].turns == row.turns
-            np.testing.assert_array_equal(given_by_head.returns, row.returns)
-            np.testing.assert_array_equal(given_by_head.advantages, row.advantages)
+        advantages = read_advantages(head, trajectory.id)
+        assert len(advantages) == len(rows)
+        for by_head, row in zip(advantages, rows, strict=True):
+            assert trajectory.segments[by_head.segment].turns == row.turns
+            np.testing.assert_array_equal(by_head.returns, row.returns)
+            np.testing.assert_array_equal(by_head.advantages, row.advantages)
     assert read_advantages(head, "of another batch") == []

@@ -21,15 +21,15 @@ SIZES = st.lists(st.integers(0, 50), max_size=80)
 
 def plain(sizes: list[int], capacity: int) -> list[int]:
     """First-fit decreasing with a loop over the bins."""
-    found, loads = [0] * len(sizes), []
+    bins, loads = [0] * len(sizes), []
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
         fits = [number for number, load in enumerate(loads) if load + sizes[row] <= capacity]
         if not fits:
             fits = [len(loads)]
             loads.append(0)
         loads[fits[0]] += sizes[row]
-        found[row] = fits[0]
-    return found
+        bins[row] = fits[0]
+    return bins
 
 
 @given(SIZES, st.integers(50, 200))
@@ -110,11 +110,11 @@ def test_a_shard_holds_whole_bins(shards):
 
 def test_a_recut_batch_is_packed_again():
     batch = Batch.parse(packed_body(2 * longest(Batch.parse(packed_body(0)))))
-    kept = batch.recut(np.arange(batch.manifest.counts.rows) % 2 == 0)
-    kept.verify()
-    assert kept.manifest.counts.bins < batch.manifest.counts.bins
-    assert kept.manifest.selection == batch.manifest.selection
-    assert kept.manifest.bin_tokens == batch.manifest.bin_tokens
+    cut = batch.recut(np.arange(batch.manifest.counts.rows) % 2 == 0)
+    cut.verify()
+    assert cut.manifest.counts.bins < batch.manifest.counts.bins
+    assert cut.manifest.selection == batch.manifest.selection
+    assert cut.manifest.bin_tokens == batch.manifest.bin_tokens
 
 
 def test_a_body_with_an_overfull_bin_is_refused():

@@ -18,18 +18,20 @@ from tests.sdk.batch.test_shards import mixed_body
 def test_recut_returns_exactly_the_batch_that_the_kept_rows_would_form(name: str) -> None:
     groups = [[make_trajectory(number=10 * g + k, rewards=[k, g, -k]) for k in range(1, 5)] for g in (1, 2, 3)]
     body = body_of([group_of(members, name=f"g{g}", expected=4) for g, members in enumerate(groups)], name=name)
-    left = [groups[0][1:], groups[2][:1]]
-    wanted = Batch.parse(
-        body_of([group_of(left[0], name="g0", expected=4), group_of(left[1], name="g2", expected=4)], name=name)
+    remaining = [groups[0][1:], groups[2][:1]]
+    expected = Batch.parse(
+        body_of(
+            [group_of(remaining[0], name="g0", expected=4), group_of(remaining[1], name="g2", expected=4)], name=name
+        )
     )
     whole = Batch.parse(body, generation=3)
-    kept = {trajectory.id for members in left for trajectory in members}
-    cut = whole.recut([row.trajectory.id in kept for row in whole.rows])
-    assert cut.manifest == wanted.manifest
-    assert cut.columns.keys() == wanted.columns.keys()
-    for column, values in wanted.columns.items():
+    keep = {trajectory.id for members in remaining for trajectory in members}
+    cut = whole.recut([row.trajectory.id in keep for row in whole.rows])
+    assert cut.manifest == expected.manifest
+    assert cut.columns.keys() == expected.columns.keys()
+    for column, values in expected.columns.items():
         assert cut.columns[column].tobytes() == values.tobytes(), column
-    assert [row.trajectory.id for row in cut.rows] == [row.trajectory.id for row in wanted.rows]
+    assert [row.trajectory.id for row in cut.rows] == [row.trajectory.id for row in expected.rows]
     assert (cut.id, cut.generation, cut.lease_s) == (whole.id, 3, whole.lease_s)
     cut.verify()
 

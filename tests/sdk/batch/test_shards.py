@@ -66,14 +66,14 @@ def row_values(row: Row) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 40])
 def test_shards_are_disjoint_and_their_union_is_the_batch(shards: int, name: str) -> None:
     whole = Batch.parse(mixed_body(name))
-    found: dict[int, tuple[Any, ...]] = {}
+    rows: dict[int, tuple[Any, ...]] = {}
     for shard in shards_of(mixed_body(name), shards):
         shard.verify()
         assert shard.manifest == whole.manifest
         for row in shard.rows:
-            assert row.index not in found
-            found[row.index] = row_values(row)
-    assert found == {row.index: row_values(row) for row in whole.rows}
+            assert row.index not in rows
+            rows[row.index] = row_values(row)
+    assert rows == {row.index: row_values(row) for row in whole.rows}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5, 40])

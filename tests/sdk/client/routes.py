@@ -16,7 +16,7 @@ SPEC: dict[str, Any] = {"name": "guess", "environments": [{"id": "game:GuessTheN
 
 
 def run_status(**fields: Any) -> messages.RunStatus:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "name": "guess",
         "state": "active",
         "version": "0.3",
@@ -34,4 +34,4 @@ def run_status(**fields: Any) -> messages.RunStatus:
         "learner_waiting": False,
         "reasons": [],
     }
-    return messages.RunStatus(**{**given, **fields})
+    return messages.RunStatus(**{**defaults, **fields})

@@ -136,13 +136,14 @@ class StubServer:
     def requests_to(self, route: str) -> list[ReceivedRequest]:
         """The requests to a route so far."""
         with self._lock:
-            return [seen for seen in self.requests if f"{seen.method} {seen.path}" == route]
+            return [request for request in self.requests if f"{request.method} {request.path}" == route]
 
     def wait_for(self, route: str, count: int, timeout_s: float = 10.0) -> list[ReceivedRequest]:
         """Wait for that many requests to a route; returns them."""
         with self.arrived:
             met = self.arrived.wait_for(
-                lambda: sum(f"{seen.method} {seen.path}" == route for seen in self.requests) >= count, timeout_s
+                lambda: sum(f"{request.method} {request.path}" == route for request in self.requests) >= count,
+                timeout_s,
             )
         assert met, f"{route} was not called {count} times within {timeout_s} s"
         return self.requests_to(route)
@@ -151,15 +152,15 @@ class StubServer:
         parts = urlsplit(handler.path)
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-        seen = ReceivedRequest(
+        request = ReceivedRequest(
             handler.command, parts.path, query, dict(handler.headers.items()), body, handler.client_address[1]
         )
         with self.arrived:
-            self.requests.append(seen)
+            self.requests.append(request)
             self.arrived.notify_all()
-            queue = self._answers.get(f"{seen.method} {seen.path}")
+            queue = self._answers.get(f"{request.method} {request.path}")
             answering = None if not queue else queue[0] if len(queue) == 1 else queue.popleft()
-        reply = answering(seen) if callable(answering) else answering
+        reply = answering(request) if callable(answering) else answering
         _send(handler, reply or Reply(404, b"no such route in the stub", "text/plain"))
 
 

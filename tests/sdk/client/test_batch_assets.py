@@ -28,8 +28,8 @@ PICTURE, EXPERTS = make_asset(b"pixels", "image/png"), encode_array(np.arange(12
 ASSETS = "POST /v1/assets"
 
 
-def assets_reply(found: list[bytes | HeadraceError]) -> Reply:
-    return Reply(200, pack_assets(found), messages.ASSETS_MEDIA_TYPE, {messages.HEADER_EPOCH: "1"})
+def assets_reply(items: list[bytes | HeadraceError]) -> Reply:
+    return Reply(200, pack_assets(items), messages.ASSETS_MEDIA_TYPE, {messages.HEADER_EPOCH: "1"})
 
 
 def body_with_assets() -> bytes:
@@ -66,7 +66,10 @@ def test_the_assets_of_a_batch_are_fetched_in_several_responses_if_needed(stub: 
     stub.on(ASSETS, assets_reply([PICTURE.data]), assets_reply([EXPERTS.data]))
     with connect() as client:
         pulled = client.pull("guess", fields=["assets"])
-    assert [asked.json["names"] for asked in stub.requests_to(ASSETS)] == [[PICTURE.name, EXPERTS.name], [EXPERTS.name]]
+    assert [request.json["names"] for request in stub.requests_to(ASSETS)] == [
+        [PICTURE.name, EXPERTS.name],
+        [EXPERTS.name],
+    ]
     assert bytes(pulled.asset(PICTURE.name)) == PICTURE.data
     experts = decode_array(pulled.asset(EXPERTS.name))
     assert experts.tolist() == np.arange(12).reshape(3, 4).tolist()

@@ -28,29 +28,29 @@ def test_a_buffer_of_which_any_view_is_alive_is_never_written_to_again(look: str
     buffers = BufferPool()
     first = buffers.take(LARGE)
     first[:3] = b"abc"
-    kept = {"view": first, "array": np.frombuffer(first, np.uint8), "slice of a slice": first[:9][1:]}[look]
+    live_view = {"view": first, "array": np.frombuffer(first, np.uint8), "slice of a slice": first[:9][1:]}[look]
     del first
     for _ in range(2 * KEPT):
         buffers.take(LARGE)[:] = bytes(LARGE)
-    assert bytes(kept[:2]) in (b"ab", b"bc")
+    assert bytes(live_view[:2]) in (b"ab", b"bc")
 
 
 def test_a_buffer_is_reused_once_no_view_is_alive() -> None:
     buffers = BufferPool()
     first = address(buffers.take(LARGE))
-    held = buffers.take(LARGE - 1000)
-    assert address(held) == first
+    view = buffers.take(LARGE - 1000)
+    assert address(view) == first
     other = buffers.take(LARGE)
     assert address(other) != first
-    del held
+    del view
     gc.collect()
     assert address(buffers.take(LARGE + SMALL_BYTES // 8)) == first, "a batch that is somewhat larger fits too"
 
 
 def test_the_number_of_kept_buffers_is_bounded() -> None:
     buffers = BufferPool()
-    held = [buffers.take(LARGE) for _ in range(KEPT + 3)]
-    assert len({address(view) for view in held}) == KEPT + 3
-    assert len(buffers._kept) == KEPT
+    views = [buffers.take(LARGE) for _ in range(KEPT + 3)]
+    assert len({address(view) for view in views}) == KEPT + 3
+    assert len(buffers._buffers) == KEPT
     tiny = buffers.take(SMALL_BYTES + 1)
-    assert address(tiny) not in {address(view) for view in held}
+    assert address(tiny) not in {address(view) for view in views}

@@ -16,8 +16,8 @@ def test_while_batches_are_held_their_leases_are_renewed(stub: StubServer, body:
     stub.on(DOING, ok({"epoch": 1}))
     with Client(stub.url) as client:
         client.pull("guess")
-        asked = stub.wait_for(DOING, 3)
-    assert {seen.json["doing"] for seen in asked} == {"training"}
+        requests = stub.wait_for(DOING, 3)
+    assert {request.json["doing"] for request in requests} == {"training"}
 
 
 def test_the_async_client_renews_in_its_event_loop(stub: StubServer, body: bytes) -> None:
@@ -34,8 +34,8 @@ def test_a_failed_renewal_is_repeated_and_reports_the_last_activity(stub: StubSe
     with Client(stub.url) as client:
         client.pull("guess")
         client.doing("guess", "checkpointing")
-        asked = stub.wait_for(DOING, 5)
-    assert asked[-1].json["doing"] == "checkpointing"
+        requests = stub.wait_for(DOING, 5)
+    assert requests[-1].json["doing"] == "checkpointing"
 
 
 def test_without_keepalive_nothing_is_renewed(stub: StubServer, body: bytes) -> None:

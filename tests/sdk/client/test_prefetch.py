@@ -27,7 +27,7 @@ WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting
 async def has_arrived(client: Client | AsyncClient, name: str) -> None:
     """Wait until the batch was prefetched."""
     async with asyncio.timeout(10):
-        while ("guess", name) not in client._operations.leases._held:
+        while ("guess", name) not in client._operations.leases._leases:
             await asyncio.sleep(0.001)
 
 
@@ -42,7 +42,7 @@ def served(stub: StubServer) -> StubServer:
 
 
 def nacked(stub: StubServer) -> list[str]:
-    return [seen.path.split("/")[-2] for seen in stub.requests if seen.path.endswith("/nack")]
+    return [request.path.split("/")[-2] for request in stub.requests if request.path.endswith("/nack")]
 
 
 @contextlib.contextmanager
@@ -55,11 +55,11 @@ def test_the_next_batch_is_fetched_while_the_learner_trains_on_this_one(served: 
     served.on(PULL, *(batch(make_body(f"b{k}")) for k in (1, 2, 3)), ok(FINISHED))
     trained = []
     with threads_end(), Client(served.url, keepalive=False) as client:
-        for number, found in enumerate(client.batches("guess", prefetch=1), 1):
+        for number, pulled in enumerate(client.batches("guess", prefetch=1), 1):
             served.wait_for(PULL, number + 1)  # requested before this one is acked
             assert len(served.requests_to(PULL)) == number + 1, "no more than one is prefetched"
-            client.ack(found, number)
-            trained.append(found.id)
+            client.ack(pulled, number)
+            trained.append(pulled.id)
     assert trained == ["b1", "b2", "b3"]
     assert nacked(served) == []
 
@@ -67,8 +67,8 @@ def test_the_next_batch_is_fetched_while_the_learner_trains_on_this_one(served: 
 def test_unused_batches_are_given_back_when_the_loop_ends(served: StubServer) -> None:
     served.on(PULL, batch(make_body("b1")), batch(make_body("b2"), generation=7), ok(WAITING))
     with threads_end(), Client(served.url, keepalive=False) as client:
-        for found in client.batches("guess", prefetch=1):
-            client.ack(found)
+        for pulled in client.batches("guess", prefetch=1):
+            client.ack(pulled)
             asyncio.run(has_arrived(client, "b2"))
             break
         (back,) = served.wait_for("POST /v1/runs/guess/batches/b2/nack", 1)
@@ -78,7 +78,7 @@ def test_unused_batches_are_given_back_when_the_loop_ends(served: StubServer) ->
 def test_closing_the_client_ends_a_waiting_pull(served: StubServer) -> None:
     let_go = threading.Event()
 
-    def wait(seen: ReceivedRequest) -> Reply:
+    def wait(request: ReceivedRequest) -> Reply:
         let_go.wait(10)
         return ok(WAITING)
 
@@ -116,15 +116,15 @@ def test_prefetching_beyond_the_runs_staleness_is_refused_at_once(served: StubSe
 
 def test_the_timeout_counts_while_the_loop_waits_and_its_error_has_the_reasons(served: StubServer) -> None:
     served.on(PULL, ok(WAITING))
-    told: list[str] = []
+    reports: list[str] = []
     with threads_end(), Client(served.url, keepalive=False) as client:
         loop = client.batches(
-            "guess", prefetch=1, timeout_s=0.6, on_wait=lambda run, reasons: told.append(reasons[0].code)
+            "guess", prefetch=1, timeout_s=0.6, on_wait=lambda run, reasons: reports.append(reasons[0].code)
         )
         with pytest.raises(NothingToServe, match=r"within 0\.6 s\. 2 of 4 ready") as ended:
             next(loop)
     assert ended.value.extra["reasons"][0]["code"] == "collecting"
-    assert set(told) == {"collecting"}
+    assert set(reports) == {"collecting"}
 
 
 async def test_the_async_client_prefetches_and_gives_back_unused_batches(served: StubServer) -> None:
@@ -132,9 +132,9 @@ async def test_the_async_client_prefetches_and_gives_back_unused_batches(served:
     trained = []
     async with AsyncClient(served.url, keepalive=False) as client:
         async with contextlib.aclosing(client.batches("guess", prefetch=1)) as loop:
-            async for found in loop:
-                trained.append(found.id)
-                await client.ack(found)
+            async for pulled in loop:
+                trained.append(pulled.id)
+                await client.ack(pulled)
                 await has_arrived(client, f"b{len(trained) + 1}")
                 if len(trained) == 2:
                     break
@@ -147,16 +147,18 @@ async def test_the_async_client_prefetches_and_gives_back_unused_batches(served:
 async def test_the_async_client_raises_errors_and_ends_with_the_run(served: StubServer) -> None:
     served.on(PULL, batch(make_body("b1")), ok(FINISHED), problem(UnknownRun("It is gone.")))
     async with AsyncClient(served.url, keepalive=False) as client:
-        assert [found.id async for found in client.batches("guess", prefetch=1)] == ["b1"]
+        assert [pulled.id async for pulled in client.batches("guess", prefetch=1)] == ["b1"]
         with pytest.raises(UnknownRun, match="It is gone"):
             await anext(aiter(client.batches("guess", prefetch=1)))
 
 
 async def test_the_async_client_reports_the_reasons_of_a_wait(served: StubServer) -> None:
     served.on(PULL, ok(WAITING))
-    told: list[str] = []
+    reports: list[str] = []
     async with AsyncClient(served.url, keepalive=False) as client:
-        loop = client.batches("guess", prefetch=1, timeout_s=0.6, on_wait=lambda run, said: told.append(said[0].code))
+        loop = client.batches(
+            "guess", prefetch=1, timeout_s=0.6, on_wait=lambda run, reasons: reports.append(reasons[0].code)
+        )
         with pytest.raises(NothingToServe, match=r"within 0\.6 s\. 2 of 4 ready"):
             await anext(aiter(loop))
-    assert set(told) == {"collecting"}
+    assert set(reports) == {"collecting"}

@@ -29,11 +29,11 @@ from tests.sdk.client.stub_server import NO_RESPONSE, Reply, StubServer, batch, 
 def test_a_pull_continues_after_empty_polls_and_reports_the_reasons(
     stub: StubServer, connect: Connect, body: bytes
 ) -> None:
-    told: list[tuple[str, list[messages.Reason]]] = []
+    reports: list[tuple[str, list[messages.Reason]]] = []
     stub.on(PULL, ok(EMPTY), ok(EMPTY), batch(body))
-    with connect(poll_s=0.01, on_wait=lambda run, reasons: told.append((run, reasons))) as client:
+    with connect(poll_s=0.01, on_wait=lambda run, reasons: reports.append((run, reasons))) as client:
         client.pull("guess")
-    assert told == [("guess", [COLLECTING])] * 2
+    assert reports == [("guess", [COLLECTING])] * 2
 
 
 def test_the_reasons_are_logged_as_a_warning_without_a_callback(
@@ -91,12 +91,12 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="batch-1", version=text or "0.3")))
     with connect() as client:
         client.ack(client.pull("guess"), version)
-    asked = stub.requests_to(ACK)[0].json
-    assert (asked["generation"], asked.get("version")) == (3, text)
+    ack = stub.requests_to(ACK)[0].json
+    assert (ack["generation"], ack.get("version")) == (3, text)
 
 
 @pytest.mark.parametrize(
-    ("given", "sent"),
+    ("weights", "sent"),
     [
         ("/shared/step-4", {"path": "/shared/step-4"}),
         (Path("/shared/step-4"), {"path": "/shared/step-4"}),
@@ -106,14 +106,14 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
     ids=str,
 )
 def test_the_path_of_weights_is_sent_as_an_absolute_path(
-    stub: StubServer, connect: Connect, body: bytes, given: Any, sent: dict[str, str]
+    stub: StubServer, connect: Connect, body: bytes, weights: Any, sent: dict[str, str]
 ) -> None:
     stub.on(PULL, batch(body))
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
     stub.on("POST /v1/runs/guess/version", ok(messages.VersionReply(epoch=1, version="0.5")))
     with connect() as client:
-        client.ack(client.pull("guess"), "0.4", weights=given)
-        client.announce("guess", "0.5", weights=given)
+        client.ack(client.pull("guess"), "0.4", weights=weights)
+        client.announce("guess", "0.5", weights=weights)
     assert stub.requests_to(ACK)[0].json["weights"] == sent
     assert stub.requests_to("POST /v1/runs/guess/version")[0].json == {"version": "0.5", "weights": sent}
 

@@ -36,7 +36,7 @@ def shard_of(name: str, number: int, shards: int) -> bytes:
 
 
 def names(stub: StubServer) -> list[str]:
-    return [seen.json["request"] for seen in stub.requests_to(PULL)]
+    return [request.json["request"] for request in stub.requests_to(PULL)]
 
 
 def test_the_kth_pull_of_every_rank_has_the_same_request_id(stub: StubServer, connect: Connect) -> None:
@@ -44,13 +44,13 @@ def test_the_kth_pull_of_every_rank_has_the_same_request_id(stub: StubServer, co
         stub.on(PULL, *(batch(shard_of(f"b{k}", rank, 2)) for k in (0, 1)))
         with connect() as client:
             for k in (0, 1):
-                found = client.pull("guess", shard=rank, shards=2)
-                assert (found.id, found.shard.number, len(found.shard.parts)) == (f"b{k}", rank, 2)
+                pulled = client.pull("guess", shard=rank, shards=2)
+                assert (pulled.id, pulled.shard.number, len(pulled.shard.parts)) == (f"b{k}", rank, 2)
         stub._answers.clear()
     assert names(stub) == ["pull-0", "pull-1"] * 2
-    asked = stub.requests_to(PULL)
-    assert {seen.json["session"] for seen in asked} == {"start-1"}
-    assert [seen.json.get("shard", 0) for seen in asked] == [0, 0, 1, 1]
+    requests = stub.requests_to(PULL)
+    assert {request.json["session"] for request in requests} == {"start-1"}
+    assert [request.json.get("shard", 0) for request in requests] == [0, 0, 1, 1]
 
 
 def test_a_rank_that_gave_up_repeats_the_same_pull(stub: StubServer, connect: Connect) -> None:
@@ -88,6 +88,6 @@ def test_resume_returns_the_batches_that_are_left_and_names_the_lost_ones(stub: 
     stub.on(PULL, batch(make_body("b0"), generation=2), problem(BatchSuperseded("Batch b1 was damaged.")))
     with connect() as client:
         batches, lost = client.resume("guess")
-    assert [(found.id, found.generation) for found in batches] == [("b0", 2)]
+    assert [(pulled.id, pulled.generation) for pulled in batches] == [("b0", 2)]
     assert lost == {"b9": "stale", "b1": "Batch b1 was damaged."}
-    assert [seen.json["batch"] for seen in stub.requests_to(PULL)] == ["b0", "b1"]
+    assert [request.json["batch"] for request in stub.requests_to(PULL)] == ["b0", "b1"]

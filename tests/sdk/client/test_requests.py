@@ -39,9 +39,9 @@ def test_a_pull_returns_a_batch_whose_arrays_are_views_of_one_aligned_buffer(
     tokens = pulled.rows[0].token_ids
     assert np.shares_memory(tokens, np.frombuffer(pulled.records, np.uint8))
     assert np.frombuffer(pulled.records, np.uint8).ctypes.data % 64 == 0
-    (asked,) = stub.requests_to(PULL)
-    assert asked.json["learner"] == "trainer"
-    assert asked.json["wait_s"] == 20.0
+    (request,) = stub.requests_to(PULL)
+    assert request.json["learner"] == "trainer"
+    assert request.json["wait_s"] == 20.0
 
 
 def test_a_pull_may_ask_for_environments_and_tags(stub: StubServer, connect: Connect, body: bytes) -> None:
@@ -59,17 +59,17 @@ def test_priorities_are_set_by_group(stub: StubServer, connect: Connect) -> None
     stub.on("POST /v1/runs/guess/priorities", ok(reply))
     with connect() as client:
         assert client.set_priorities("guess", {"g1": 2, "g2": np.float64(0.5)}) == reply
-    (asked,) = stub.requests_to("POST /v1/runs/guess/priorities")
-    assert asked.json == {"priorities": {"g1": 2.0, "g2": 0.5}}
+    (request,) = stub.requests_to("POST /v1/runs/guess/priorities")
+    assert request.json == {"priorities": {"g1": 2.0, "g2": 0.5}}
 
 
 def test_a_token_is_sent_as_a_bearer_token_and_compression_is_refused(stub: StubServer, connect: Connect) -> None:
     stub.on("GET /v1/runs", ok([]))
     with connect(token="sesame") as client:
         assert client.runs() == []
-    (asked,) = stub.requests_to("GET /v1/runs")
-    assert asked.headers["Authorization"] == "Bearer sesame"
-    assert asked.headers["Accept-Encoding"] == "identity"
+    (request,) = stub.requests_to("GET /v1/runs")
+    assert request.headers["Authorization"] == "Bearer sesame"
+    assert request.headers["Accept-Encoding"] == "identity"
 
 
 def test_a_line_end_after_the_token_is_removed(
@@ -145,8 +145,8 @@ def test_a_request_is_sent_in_one_write(body: bytes) -> None:
 def test_several_threads_may_share_a_client(stub: StubServer) -> None:
     stub.on("GET /v1/runs", ok([run_status()]))
     with Client(stub.url) as client, ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: client.runs()[0].name, range(40)))
-    assert found == ["guess"] * 40
+        names = list(threads.map(lambda _: client.runs()[0].name, range(40)))
+    assert names == ["guess"] * 40
 
 
 def test_names_are_quoted_in_paths(stub: StubServer, connect: Connect) -> None:
@@ -188,9 +188,9 @@ def test_an_outage_longer_than_retry_for_s_raises_unavailable(connect: Connect, 
 
 @pytest.mark.parametrize("kind", CLIENTS, ids=["sync", "async"])
 def test_a_refused_connection_raises_unavailable_with_the_address(kind: Connect) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with (
             kind(url, retry_for_s=0.0) as client,
             pytest.raises(Unavailable, match=f"cannot connect to {url}") as caught,
@@ -259,9 +259,9 @@ def test_after_a_proxys_page_a_pull_is_repeated_with_the_same_request_id_and_a_s
     stub.on(PULL, page(504), page(504), batch(body))
     with connect() as client:
         assert client.pull("guess").id == "batch-1"
-    asked = [seen.json for seen in stub.requests_to(PULL)]
-    assert len({seen["request"] for seen in asked}) == 1
-    assert [seen["wait_s"] for seen in asked] == [20.0, 10.0, 5.0]
+    requests = [request.json for request in stub.requests_to(PULL)]
+    assert len({request["request"] for request in requests}) == 1
+    assert [request["wait_s"] for request in requests] == [20.0, 10.0, 5.0]
 
 
 def test_a_proxys_page_becomes_an_error_with_status_media_type_and_wait(stub: StubServer, connect: Connect) -> None:
@@ -281,7 +281,7 @@ def test_the_pull_after_one_that_gave_up_continues_it(stub: StubServer, connect:
             client.pull("guess")
         client.pull("guess")
         client.pull("guess")
-    first, second, third = (seen.json["request"] for seen in stub.requests_to(PULL))
+    first, second, third = (request.json["request"] for request in stub.requests_to(PULL))
     assert first == second != third
 
 

@@ -52,7 +52,7 @@ def test_groups_get_an_id_so_that_a_repeated_submission_is_recognized(stub: Stub
         ids = client.submit_groups(
             "guess", [*tasks, messages.GroupRequest(task={"environment": "e"}, size=4, id="mine")]
         )
-    first, second = (seen.json["groups"] for seen in stub.requests_to(route))
+    first, second = (request.json["groups"] for request in stub.requests_to(route))
     assert first == second
     assert ids == [group["id"] for group in first]
     assert ids[3] == "mine"
@@ -70,22 +70,22 @@ def test_an_evaluation_is_awaited_to_its_end(stub: StubServer, connect: Connect)
     stub.on("POST /v1/runs/guess/evaluations", reply(0))
     stub.on("GET /v1/runs/guess/evaluations/e1", reply(1), reply(2))
     with connect(poll_s=0.01) as client:
-        found = client.evaluate("guess", [{"environment": "e", "seed": 1}], episodes_per_task=2, temperature=0.0)
+        evaluation = client.evaluate("guess", [{"environment": "e", "seed": 1}], episodes_per_task=2, temperature=0.0)
         assert not client.evaluate("guess", [{"environment": "e"}], wait=False).finished
-    assert found.done == 2
+    assert evaluation.done == 2
     assert stub.requests[0].json["temperature"] == 0.0
 
 
 def test_trajectories_are_listed_page_by_page(stub: StubServer, connect: Connect) -> None:
-    def listing(seen: ReceivedRequest) -> Reply:
-        start = int(seen.query.get("before", 4))
+    def listing(request: ReceivedRequest) -> Reply:
+        start = int(request.query.get("before", 4))
         shown = [summary(number) for number in range(start - 1, start - 3, -1)]
         return ok(messages.TrajectoryList(epoch=1, trajectories=shown, next=str(start - 2) if start > 2 else ""))
 
     stub.on("GET /v1/runs/guess/trajectories", listing)
     with connect() as client:
-        found = [item.id for item in client.trajectories("guess", status="failed", page=2)]
-    assert found == ["t3", "t2", "t1", "t0"]
+        ids = [item.id for item in client.trajectories("guess", status="failed", page=2)]
+    assert ids == ["t3", "t2", "t1", "t0"]
     assert stub.requests[0].query == {"status": "failed", "limit": "2"}
 
 
@@ -108,10 +108,10 @@ def summary(number: int) -> messages.TrajectorySummary:
 
 
 def test_a_trajectory_is_read_from_its_record(stub: StubServer, connect: Connect) -> None:
-    wanted = builders.make_trajectory(number=5)
-    stub.on(f"GET /v1/trajectories/{wanted.id}", Reply(200, codec.encode(wanted), messages.RECORDS_MEDIA_TYPE))
+    expected = builders.make_trajectory(number=5)
+    stub.on(f"GET /v1/trajectories/{expected.id}", Reply(200, codec.encode(expected), messages.RECORDS_MEDIA_TYPE))
     with connect() as client:
-        assert client.trajectory(wanted.id).task == wanted.task
+        assert client.trajectory(expected.id).task == expected.task
 
 
 def test_policy_servers_are_read_added_drained_and_removed(stub: StubServer, connect: Connect) -> None:

@@ -13,9 +13,9 @@ UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9
 
 def test_an_id_is_a_uuid_of_version_7_with_its_time() -> None:
     source = IdSource(clock_ns=lambda: 1_800_000_000_123_000_000)
-    found = uuid.UUID(source())
-    assert UUID7.fullmatch(str(found))
-    assert (found.version, found.int >> 80) == (7, 1_800_000_000_123)
+    id = uuid.UUID(source())
+    assert UUID7.fullmatch(str(id))
+    assert (id.version, id.int >> 80) == (7, 1_800_000_000_123)
 
 
 def test_ids_are_unique_and_increase() -> None:
@@ -65,6 +65,6 @@ os.write(1, random_pool(8).hex().encode() + b"\\n")
 if child:
     os.waitpid(child, 0)
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    parent, child = said.stdout.split()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    parent, child = result.stdout.split()
     assert parent != child

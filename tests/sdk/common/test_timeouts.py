@@ -16,7 +16,7 @@ Kind = Callable[[float], AbstractAsyncContextManager[Any]]
 
 @pytest.mark.parametrize("kind", [timeout, _timeout])
 async def test_in_a_task_that_is_being_cancelled_timeout_error_is_raised_when_the_time_is_over(kind: Kind) -> None:
-    begun, said = asyncio.Event(), list[str]()
+    begun, actions = asyncio.Event(), list[str]()
 
     async def cleans_up() -> None:
         try:
@@ -27,14 +27,14 @@ async def test_in_a_task_that_is_being_cancelled_timeout_error_is_raised_when_th
                 async with kind(0):
                     await asyncio.Event().wait()
             except TimeoutError:
-                said.append("killed")
+                actions.append("killed")
 
     task = asyncio.create_task(cleans_up())
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert said == ["killed"]
+    assert actions == ["killed"]
 
 
 @pytest.mark.parametrize("kind", [timeout, _timeout])

@@ -88,7 +88,7 @@ async def test_concurrent_requests_use_separate_connections(server: Server) -> N
     async with connected(server) as client:
         assert await asyncio.gather(*(send(client) for _ in range(3))) == [(200, b"ok")] * 3
         await send(client)
-    assert sorted(len(asked) for asked in server.requests) == [1, 1, 2]
+    assert sorted(len(requests) for requests in server.requests) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_a_connection_that_the_server_closed_is_not_reused(server: Server,
         for _ in range(5):  # lets the event loop notice
             await asyncio.sleep(0)
         assert await send(client) == (200, b"ok")
-    assert [len(asked) for asked in server.requests] == [1, 1]
+    assert [len(requests) for requests in server.requests] == [1, 1]
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_reused(
@@ -116,7 +116,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_reused(
         await send(client)
         monkeypatch.setattr(http_client, "KEEP_ALIVE_S", 0.0)
         await send(client)
-        assert [len(asked) for asked in server.requests] == [1, 1]
+        assert [len(requests) for requests in server.requests] == [1, 1]
         await server.closed.acquire()
 
 
@@ -182,7 +182,7 @@ async def test_a_response_before_the_whole_request_was_sent_closes_the_connectio
     async with connected(server) as client:
         assert await client.request("POST", "/path", bytes(8 << 20), 30.0) == (200, b"ok")
         assert await send(client) == (200, b"ok")
-    assert [len(asked) for asked in server.requests] == [1, 1]
+    assert [len(requests) for requests in server.requests] == [1, 1]
 
 
 async def test_a_request_that_times_out_closes_its_connection(server: Server) -> None:
@@ -247,21 +247,21 @@ async def recording_server() -> AsyncIterator[tuple[int, list[bytes]]]:
 
 
 async def test_an_address_may_have_a_path() -> None:
-    async with recording_server() as (port, asked):
+    async with recording_server() as (port, requests):
         client = HttpClient(f"http://user@127.0.0.1:{port}/a b/", {})
         assert await send(client) == (200, b"ok")
         await client.close()
-    assert asked[0].startswith(f"POST /a%20b/path HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
+    assert requests[0].startswith(f"POST /a%20b/path HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
 
 
 async def test_a_name_and_a_password_in_the_address_are_sent_with_every_request_without_another_authorization() -> None:
-    async with recording_server() as (port, asked):
+    async with recording_server() as (port, requests):
         address = f"http://us%20er:pass@127.0.0.1:{port}"
         for headers in ({}, {"Authorization": "Bearer x"}):
             client = HttpClient(address, headers)
             await send(client)
             await client.close()
-    first, second = asked
+    first, second = requests
     assert b"\r\nAuthorization: Basic dXMgZXI6cGFzcw==\r\n" in first
     assert second == first.replace(b"Basic dXMgZXI6cGFzcw==", b"Bearer x")
 

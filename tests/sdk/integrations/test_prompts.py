@@ -79,8 +79,8 @@ TWICE = [PromptGroup(task("a"), 2), PromptGroup(task("b"), 2)]
 
 
 def test_episodes_are_returned_in_the_order_of_the_groups(served: StubServer, client: Client) -> None:
-    found = roll_out(client, "guess", TWICE)
-    assert [[sum(episode.rewards) for episode in of] for of in found] == [[1.0, 2.0], [3.0, 9.0]]
+    groups = roll_out(client, "guess", TWICE)
+    assert [[sum(episode.rewards) for episode in group] for group in groups] == [[1.0, 2.0], [3.0, 9.0]]
     submitted = served.requests_to(SUBMIT)[0].json["groups"]
     assert [(one["size"], one["task"]["example"]) for one in submitted] == [(2, {"prompt": "a"}), (2, {"prompt": "b"})]
     assert served.requests_to(PULL)[0].json["groups"] == ["g1", "g2"]
@@ -91,16 +91,16 @@ def test_the_order_of_the_batch_does_not_matter(stub: StubServer, client: Client
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
     stub.on(PULL, batch(body(group(1, [1.0]), group(2, [2.0]))))
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
-    found = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
-    assert [of[0].rewards[-1] for of in found] == [2.0, 1.0]
+    groups = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
+    assert [group[0].rewards[-1] for group in groups] == [2.0, 1.0]
 
 
 def test_an_episode_is_split_at_the_policys_first_token(served: StubServer, client: Client) -> None:
-    found = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
-    assert (len(found.prompt_ids), len(found.response_ids)) == (6, 11)
-    assert found.mask == [1] * 4 + [0] * 3 + [1] * 4
-    assert [bool(logprob) for logprob in found.logprobs] == [bool(sampled) for sampled in found.mask]
-    assert {name: len(getattr(found, name)) for name in ("mask", "logprobs", "rewards")} == {
+    episode = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
+    assert (len(episode.prompt_ids), len(episode.response_ids)) == (6, 11)
+    assert episode.mask == [1] * 4 + [0] * 3 + [1] * 4
+    assert [bool(logprob) for logprob in episode.logprobs] == [bool(sampled) for sampled in episode.mask]
+    assert {name: len(getattr(episode, name)) for name in ("mask", "logprobs", "rewards")} == {
         "mask": 11,
         "logprobs": 11,
         "rewards": 11,
@@ -186,8 +186,8 @@ class Folder:
 
 
 def test_rollout_func_returns_a_completion_for_each_prompt(served: StubServer, client: Client) -> None:
-    found = rollout_func(client, "guess", task)(["a", "a", "b", "b"], Trainer())
-    assert {key: len(values) for key, values in found.items()} == {
+    output = rollout_func(client, "guess", task)(["a", "a", "b", "b"], Trainer())
+    assert {key: len(values) for key, values in output.items()} == {
         "prompt_ids": 4,
         "completion_ids": 4,
         "logprobs": 4,
@@ -195,7 +195,7 @@ def test_rollout_func_returns_a_completion_for_each_prompt(served: StubServer, c
         "reward": 4,
     }
     assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [2, 2]
-    assert headrace_reward(prompts=["a"], completions=["x"], reward=found["reward"]) == [1.0, 2.0, 3.0, 9.0]
+    assert headrace_reward(prompts=["a"], completions=["x"], reward=output["reward"]) == [1.0, 2.0, 3.0, 9.0]
 
 
 def test_an_evaluation_of_the_trainer_uses_its_number_of_generations(served: StubServer, client: Client) -> None:
@@ -217,7 +217,7 @@ def test_the_weights_of_a_step_are_announced_before_its_groups_are_submitted(
     (first, second) = served.requests_to(VERSION)
     assert first.json == {"version": "0.4", "weights": {"path": "/shared/step-1"}}
     assert second.json["weights"] == {"path": "/shared/step-2"}
-    routes = [f"{seen.method} {seen.path}" for seen in served.requests]
+    routes = [f"{request.method} {request.path}" for request in served.requests]
     assert [route for route in routes if route in (VERSION, SUBMIT)] == [VERSION, SUBMIT, SUBMIT, VERSION, SUBMIT]
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_allows_staleness_is_refused(stub: StubServer, client: Client
 
 
 def generator_input(**fields: Any) -> dict[str, Any]:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "prompts": [[{"role": "user", "content": text}] for text in "aabb"],
         "env_classes": ["echo"] * 4,
         "env_extras": [{"answer": text} for text in "aabb"],
@@ -239,7 +239,7 @@ def generator_input(**fields: Any) -> dict[str, Any]:
         "trajectory_ids": [SimpleNamespace(instance_id=text, repetition_id=k % 2) for k, text in enumerate("aabb")],
         "batch_metadata": None,
     }
-    return {**given, **fields}
+    return {**defaults, **fields}
 
 
 def skyrl_task(name: str, extras: Any, prompt: Any) -> dict[str, Any]:
@@ -249,28 +249,28 @@ def skyrl_task(name: str, extras: Any, prompt: Any) -> dict[str, Any]:
 def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_last_tokens_of_turns(
     served: StubServer, client: Client
 ) -> None:
-    given = generator_input()
-    found = asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
+    inputs = generator_input()
+    output = asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(inputs))
     tasks = [one["task"] for one in served.requests_to(SUBMIT)[0].json["groups"]]
     assert tasks == [{"environment": "test:echo", "example": {"answer": text, "text": text}} for text in "ab"]
     per_token = ("response_ids", "loss_masks", "rewards", "rollout_logprobs")
-    assert len({tuple(map(len, found[key])) for key in per_token}) == 1
-    assert [sum(rewards) for rewards in found["rewards"]] == [1.0, 2.0, 3.0, 9.0]
-    assert found["stop_reasons"] == ["stop"] * 4
-    assert found["trajectory_ids"] == given["trajectory_ids"]
-    assert found["rollout_metrics"] is None
+    assert len({tuple(map(len, output[key])) for key in per_token}) == 1
+    assert [sum(rewards) for rewards in output["rewards"]] == [1.0, 2.0, 3.0, 9.0]
+    assert output["stop_reasons"] == ["stop"] * 4
+    assert output["trajectory_ids"] == inputs["trajectory_ids"]
+    assert output["rollout_metrics"] is None
 
 
 def test_ids_and_extras_of_skyrl_are_optional(served: StubServer, client: Client) -> None:
-    given = generator_input(trajectory_ids=None, env_extras=None, sampling_params=None)
-    asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(given))
+    inputs = generator_input(trajectory_ids=None, env_extras=None, sampling_params=None)
+    asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(inputs))
     assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [2, 2]
 
 
 def test_a_temperature_of_skyrl_other_than_the_runs_is_refused(served: StubServer, client: Client) -> None:
-    given = generator_input(sampling_params={"temperature": 0.0})
+    inputs = generator_input(sampling_params={"temperature": 0.0})
     with pytest.raises(InvalidRequest, match=r"requests temperature 0, but run 'guess' samples at 1"):
-        asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
+        asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(inputs))
     assert not served.requests_to(SUBMIT)
 
 

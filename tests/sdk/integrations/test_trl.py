@@ -82,11 +82,11 @@ def take(rollouts: HeadraceRollouts, count: int) -> list[RolloutSample]:
 
 
 def metrics(rollouts: HeadraceRollouts) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    metrics_by_name: dict[str, list[float]] = {}
     while not rollouts.metrics_queue.empty():
         for key, value in rollouts.metrics_queue.get_nowait().items():
-            found.setdefault(key, []).append(value)
-    return found
+            metrics_by_name.setdefault(key, []).append(value)
+    return metrics_by_name
 
 
 def test_the_next_batch_is_pulled_while_the_trainer_works_on_the_current_one(
@@ -103,7 +103,7 @@ def test_a_batch_is_acked_with_the_version_that_the_trainer_makes_after_it_took_
 ) -> None:
     serve(served, rollouts, batch(make_body("b1"), generation=7), ok(WAITING))
     take(rollouts, 2)
-    assert not served.requests_to(ack(1)), "taken is not trained on"
+    assert not served.requests_to(ack(1)), "a batch whose rows were taken is not yet trained on"
     rollouts.update_model_version(2)
     (acked,) = served.requests_to(ack(1))
     assert (acked.json["generation"], acked.json["version"]) == (7, "0.5")
@@ -116,7 +116,7 @@ def test_a_batch_that_is_not_finished_is_not_acked_with_a_version(
     take(rollouts, 1)
     rollouts.update_model_version(2)
     assert not served.requests_to(ack(1))
-    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4", "0.5"]
+    assert [request.json["version"] for request in served.requests_to(VERSION)] == ["0.4", "0.5"]
     take(rollouts, 1)
     rollouts.update_model_version(3)
     assert served.requests_to(ack(1))[0].json["version"] == "0.6"
@@ -169,7 +169,7 @@ def test_every_batch_is_acked_once_and_none_is_given_back(served: StubServer, ro
         rollouts.update_model_version(version)
     rollouts.stop()
     assert [len(served.requests_to(ack(k))) for k in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert not [seen for seen in served.requests if seen.path.endswith("/nack")]
+    assert not [request for request in served.requests if request.path.endswith("/nack")]
 
 
 def test_a_batch_of_which_no_version_was_made_is_given_back_when_the_trainer_stops(
@@ -190,7 +190,7 @@ def test_the_trainer_counts_versions_from_1_and_the_run_continues_its_count(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
-    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4"]
+    assert [request.json["version"] for request in served.requests_to(VERSION)] == ["0.4"]
     # The batch's tokens are of 0.0, the trainer's first version is 0.4: four versions lie between.
     assert {1 - sample.model_version for sample in take(rollouts, 2)} == {4}
 
@@ -204,7 +204,7 @@ def test_a_trainer_that_continues_from_a_checkpoint_counts_in_its_new_lineage(
         rollouts = HeadraceRollouts(client, "guess")
         rollouts.update_model_version(1)
         rollouts.update_model_version(2)
-    assert [seen.json["version"] for seen in stub.requests_to(VERSION)] == ["1.51", "1.52"]
+    assert [request.json["version"] for request in stub.requests_to(VERSION)] == ["1.51", "1.52"]
 
 
 def test_each_version_is_announced_with_its_weights(served: StubServer, client: Client) -> None:
@@ -228,7 +228,7 @@ def test_a_version_is_announced_even_if_the_lease_of_the_batch_was_lost(
     serve(served, rollouts, batch(make_body("b5")), ok(WAITING))
     take(rollouts, 2)
     rollouts.update_model_version(2)
-    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4", "0.5"]
+    assert [request.json["version"] for request in served.requests_to(VERSION)] == ["0.4", "0.5"]
     assert metrics(rollouts)["headrace/batches_lost_total"] == [1.0]
 
 
@@ -275,17 +275,17 @@ def test_a_pull_that_waits_too_long_ends_the_trainer_with_the_pulls_reasons(serv
 
 
 def test_a_waiting_pull_calls_the_clients_callback(served: StubServer) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     with Client(
-        served.url, keepalive=False, poll_s=1.0, on_wait=lambda run, reasons: told.append(reasons[0].code)
+        served.url, keepalive=False, poll_s=1.0, on_wait=lambda run, reasons: reports.append(reasons[0].code)
     ) as client:
         rollouts = HeadraceRollouts(client, "guess")
         serve(served, rollouts, ok(WAITING))
         with pytest.raises(queue.Empty):
             rollouts.rollout_buffer.get(timeout=1.0)
         rollouts.stop()
-    assert told
-    assert set(told) == {"collecting"}
+    assert reports
+    assert set(reports) == {"collecting"}
 
 
 def test_a_served_batch_makes_the_worker_healthy_again(served: StubServer, client: Client) -> None:
@@ -299,7 +299,7 @@ def test_a_served_batch_makes_the_worker_healthy_again(served: StubServer, clien
 
 
 def test_stopping_ends_a_waiting_pull(served: StubServer, rollouts: HeadraceRollouts) -> None:
-    def wait(seen: ReceivedRequest) -> Reply:
+    def wait(request: ReceivedRequest) -> Reply:
         served.hung_up.wait(10)
         return ok(WAITING)
 
@@ -313,9 +313,9 @@ def test_metrics_have_the_suffixes_by_which_trl_sums_and_averages(
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 2)
-    found = metrics(rollouts)
-    assert found["headrace/batches_total"] == [1.0]
-    assert found["headrace/samples_total"] == found["headrace/episodes_total"] == [2.0]
-    assert found["headrace/staleness_max"] == [3.0]
-    assert found["headrace/episode_reward"] == [1.0]
-    assert found["headrace/batch_wait_s"][0] >= 0
+    reported = metrics(rollouts)
+    assert reported["headrace/batches_total"] == [1.0]
+    assert reported["headrace/samples_total"] == reported["headrace/episodes_total"] == [2.0]
+    assert reported["headrace/staleness_max"] == [3.0]
+    assert reported["headrace/episode_reward"] == [1.0]
+    assert reported["headrace/batch_wait_s"][0] >= 0

@@ -45,23 +45,23 @@ def test_the_loss_of_trl_has_each_advantage_at_its_rows_own_tokens(
     name: str, rewards: tuple[float, float, float], advantages: tuple[float, ...], total: float
 ) -> None:
     batch = batch_of(g24_trajectories(rewards, 0.0), name=name)
-    found = [terms(sample) for sample in of(batch)]
-    assert [len(row) for row in found[:3]] == [5, 20, 3]
-    for row, read, advantage in zip(batch.rows, found, advantages, strict=False):
+    samples_terms = [terms(sample) for sample in of(batch)]
+    assert [len(row) for row in samples_terms[:3]] == [5, 20, 3]
+    for row, read, advantage in zip(batch.rows, samples_terms, advantages, strict=False):
         (turn,) = row.turns
         assert [term.position for term in read] == list(range(turn.start - 1, turn.end - 1))
         assert [term.token for term in read] == row.token_ids[turn.start : turn.end].tolist()
         assert [term.old_logprob for term in read] == row.logprobs[turn.start : turn.end].tolist()
         assert {term.advantage for term in read} == {advantage}
-    assert sum(term.advantage for row in found[:3] for term in row) == total
+    assert sum(term.advantage for row in samples_terms[:3] for term in row) == total
 
 
 def test_a_row_whose_turns_differ_becomes_a_sample_for_each_turn_and_no_token_is_trained_on_twice() -> None:
     spans = [(40, 45), (55, 75), (80, 83)]
     segment = make_segment(spans=spans, length=90, rewards=[0.75, -2.25, 2.0])
-    found = of(batch_of([make_trajectory(segments=[segment])], name="reinforce"))
-    assert [(len(sample.input_ids), sample.advantage) for sample in found] == [(45, 0.5), (75, -0.25), (83, 2.0)]
-    read = [term for sample in found for term in terms(sample)]
+    samples = of(batch_of([make_trajectory(segments=[segment])], name="reinforce"))
+    assert [(len(sample.input_ids), sample.advantage) for sample in samples] == [(45, 0.5), (75, -0.25), (83, 2.0)]
+    read = [term for sample in samples for term in terms(sample)]
     assert [term.position for term in read] == [p - 1 for start, end in spans for p in range(start, end)]
     assert sum(term.advantage for term in read) == 3.5
 

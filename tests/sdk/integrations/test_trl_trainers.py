@@ -61,9 +61,9 @@ def trained(
         with Client(url) as client:
             for spec in specs(policy, model):
                 client.create_run(spec)
-            found = run_trainers(trl_trainer, url, model, folder)
+            reports = run_trainers(trl_trainer, url, model, folder)
             yield Trained(
-                reports=found,
+                reports=reports,
                 runs={run: client.run(run) for run in RUNS},
                 versions={run: versions_of(client, run) for run in RUNS},
                 folders={run: sorted(path.name for path in (folder / run).iterdir()) for run in RUNS},
@@ -98,8 +98,8 @@ def run_trainers(trainer: Trainer, url: str, model: Path, folder: Path) -> dict[
         "report": str(folder / "report"),
     }
     trainer.train(ask, TRAINED_WITHIN_S)
-    found: dict[str, Any] = json.loads((folder / "report").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / "report").read_text())
+    return report
 
 
 def versions_of(client: Client, run: str) -> list[tuple[Version, Version]]:
@@ -139,9 +139,9 @@ def test_the_servers_sample_with_its_weights(trained: Trained) -> None:
 
 
 def test_trl_logs_the_metrics_of_headrace(trained: Trained) -> None:
-    told = [line for line in trained.reports["async"]["log"] if "headrace/batches_total" in line]
-    assert sum(line["headrace/batches_total"] for line in told) >= STEPS
-    assert all(0.0 <= line["headrace/episode_reward"] <= 2.0 for line in told)
+    lines = [line for line in trained.reports["async"]["log"] if "headrace/batches_total" in line]
+    assert sum(line["headrace/batches_total"] for line in lines) >= STEPS
+    assert all(0.0 <= line["headrace/episode_reward"] <= 2.0 for line in lines)
 
 
 def test_a_trainer_that_owns_its_prompts_trains_on_episodes_of_its_own_weights(trained: Trained) -> None:
@@ -155,15 +155,15 @@ def test_a_trainer_that_owns_its_prompts_trains_on_episodes_of_its_own_weights(t
 
 @pytest.mark.parametrize("name", G24)
 def test_trl_itself_packs_each_advantage_at_its_rows_own_tokens(trained: Trained, name: str) -> None:
-    found = trained.reports["packed"][name][: len(EPISODE)]
-    for shape, terms in zip(EPISODE, found, strict=True):
+    rows = trained.reports["packed"][name][: len(EPISODE)]
+    for shape, terms in zip(EPISODE, rows, strict=True):
         assert terms["token_index"] == list(range(shape.start - 1, shape.end - 1)), (
             "one to the left: what predicts them"
         )
         assert all(terms["old_log_probs"])
         assert len(set(terms["advantages"])) == 1
-    assert [len(terms["advantages"]) for terms in found] == [5, 20, 3]
-    assert sum(advantage for terms in found for advantage in terms["advantages"]) == G24[name][1]
+    assert [len(terms["advantages"]) for terms in rows] == [5, 20, 3]
+    assert sum(advantage for terms in rows for advantage in terms["advantages"]) == G24[name][1]
 
 
 def test_a_sample_has_the_fields_of_trls_class(trained: Trained) -> None:

@@ -60,8 +60,8 @@ def varlen_attention(
     out = torch.empty_like(query)
     for begin, end, first, last in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         q, k, v = (x.transpose(0, 1) for x in (query[begin:end], key[first:last], value[first:last]))
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=softmax_scale, enable_gqa=True)
         out[begin:end] = attended.transpose(0, 1)
     return out
 
@@ -102,13 +102,13 @@ def synchronous(client: headrace.Client, ask: dict[str, Any]) -> Any:
 def packed(path: str) -> list[dict[str, Any]]:
     """The loss terms that TRL packs for each sample of a batch in a file."""
     batch = headrace.Batch.parse(Path(path).read_bytes())
-    found = []
+    rows = []
     for sample in samples(batch, first_version=0, first_group=0, now_s=0.0):
         row = packing.TreeRow()
         row.add({name: getattr(sample, name) for name in FIELDS})
         terms = row.pack()
-        found.append({name: terms[name].tolist() for name in ("token_index", "old_log_probs", "advantages")})
-    return found
+        rows.append({name: terms[name].tolist() for name in ("token_index", "old_log_probs", "advantages")})
+    return rows
 
 
 def report(trainer: Any, model: str) -> dict[str, Any]:
@@ -124,13 +124,13 @@ def report(trainer: Any, model: str) -> dict[str, Any]:
 
 def main() -> None:
     ask = json.loads(sys.stdin.read())
-    found: dict[str, Any] = {"packed": {name: packed(path) for name, path in ask["batches"].items()}}
-    found["fields"] = [field.name for field in dataclasses.fields(async_grpo_trainer.RolloutSample)]
+    reports: dict[str, Any] = {"packed": {name: packed(path) for name, path in ask["batches"].items()}}
+    reports["fields"] = [field.name for field in dataclasses.fields(async_grpo_trainer.RolloutSample)]
     with headrace.Client(ask["url"], learner="trl") as client:
         for run, learn in {"async": asynchronous, "grpo": synchronous}.items():
-            found[run] = report(learn(client, ask), ask["model"])
+            reports[run] = report(learn(client, ask), ask["model"])
             client.close_run(run)
-    Path(ask["report"]).write_text(json.dumps(found))
+    Path(ask["report"]).write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

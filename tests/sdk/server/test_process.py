@@ -53,8 +53,8 @@ def test_an_unsupported_version_of_uvicorn_is_refused_with_the_versions_to_insta
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_port_that_is_in_use_is_refused_with_a_hint(host: str):
-    with contextlib.closing(listen(host, 0, option="--bind")) as taken:
-        port = taken.getsockname()[1]
+    with contextlib.closing(listen(host, 0, option="--bind")) as occupied:
+        port = occupied.getsockname()[1]
         with pytest.raises(PortInUse, match=f"Port {port} on {host} is in use") as refused:
             listen(host, port, option="--bind")
     assert refused.value.hint == "Stop that process, or choose another port with --bind (0 lets the system choose)."

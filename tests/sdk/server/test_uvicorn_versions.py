@@ -36,8 +36,8 @@ def test_the_http_tests_pass_on_the_oldest_uvicorn_of_the_range():
     environment = {**os.environ, "PYTHONPATH": str(UVICORN_FLOOR)}
     version = _python("-c", "import uvicorn; print(uvicorn.__version__)", environment=environment)
     assert version.stdout.startswith(f"{FLOOR}.")
-    done = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *HTTP_TESTS, environment=environment)
-    assert done.returncode == 0, done.stdout[-5000:]
+    result = _python("-m", "pytest", "-q", "-p", "no:cacheprovider", *HTTP_TESTS, environment=environment)
+    assert result.returncode == 0, result.stdout[-5000:]
 
 
 def _python(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

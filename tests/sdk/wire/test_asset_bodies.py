@@ -10,13 +10,13 @@ from headrace.wire.asset_bodies import pack_assets, unpack_assets
 
 def test_a_body_holds_several_assets_or_the_error_in_place_of_one() -> None:
     missing = UnknownAsset("Not here.", asset="x")
-    found = unpack_assets(pack_assets([b"a" * 65, missing, b"", b"b"]))
-    assert [bytes(item) for item in (found[0], found[2], found[3]) if isinstance(item, memoryview)] == [
+    items = unpack_assets(pack_assets([b"a" * 65, missing, b"", b"b"]))
+    assert [bytes(item) for item in (items[0], items[2], items[3]) if isinstance(item, memoryview)] == [
         b"a" * 65,
         b"",
         b"b",
     ]
-    assert isinstance(found[1], UnknownAsset)
+    assert isinstance(items[1], UnknownAsset)
 
 
 def test_a_truncated_body_is_refused() -> None:

@@ -88,12 +88,12 @@ def test_every_array_starts_at_a_multiple_of_64_bytes(trajectory: Trajectory) ->
 
 def test_records_can_be_concatenated() -> None:
     records = [codec.encode(trajectory) for trajectory in ALL.values()]
-    rest, found = memoryview(b"".join(records)), []
+    rest, decoded = memoryview(b"".join(records)), []
     while rest:
         size = codec.record_size(rest)
-        found.append(codec.decode(rest[:size]))
+        decoded.append(codec.decode(rest[:size]))
         rest = rest[size:]
-    assert all(same(one, other) for one, other in zip(found, ALL.values(), strict=True))
+    assert all(same(one, other) for one, other in zip(decoded, ALL.values(), strict=True))
 
 
 def test_the_head_can_be_decoded_without_the_arrays() -> None:
