@@ -1,4 +1,4 @@
-"""What the documents say can be followed: links lead somewhere, examples are Python, targets exist."""
+"""Links, Python examples and make targets in the documents are valid."""
 
 from __future__ import annotations
 
