@@ -192,7 +192,8 @@ class _StateCollector(Collector):
         yield from self._workers(status)
         yield from self._servers(status)
         for name, value in status.store.items():
-            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", STORE_HELP[name], value=value)
+            with_unit = f"{name[:-2]}_seconds" if name.endswith("_s") else name
+            yield GaugeMetricFamily(f"headrace_store_{with_unit}", STORE_HELP[name], value=value)
         yield GaugeMetricFamily(
             "headrace_epoch_count",
             "Number that grows by one at each start on this data directory, and by more when a backup is restored.",
@@ -282,7 +283,3 @@ class _StateCollector(Collector):
             for server, count in series.items():
                 family.add_metric([server], count)
             yield family
-
-
-def _with_unit(name: str) -> str:
-    return f"{name[:-2]}_seconds" if name.endswith("_s") else name

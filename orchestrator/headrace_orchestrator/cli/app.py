@@ -131,20 +131,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 for command in (
-    backup,
-    close,
-    demo,
-    doctor,
-    export,
-    fsck,
-    orchestrator,
-    restore,
-    run,
-    runs,
-    servers,
-    top,
-    trajectories,
-    up,
-    version,
+    *(backup, close, demo, doctor, export, fsck, orchestrator, restore),
+    *(run, runs, servers, top, trajectories, up, version),
 ):
     cli.add_command(command)

@@ -60,13 +60,13 @@ FREE_BYTES = 1 << 30
 SKEW_S = 5.0
 """Clock difference above which times on the pages are misleading; no decision depends on it."""
 
-CheckVerdict = Literal["ok", "warn", "fail"]
+DoctorVerdict = Literal["ok", "warn", "fail"]
 
 
 class DoctorCheck(NamedTuple):
     """The result of one check. ``found``: the observed value."""
 
-    verdict: CheckVerdict
+    verdict: DoctorVerdict
     name: str
     found: str
     hint: str = ""
@@ -244,7 +244,7 @@ def _existing(data: Path) -> Path:
     return path
 
 
-_STYLES: dict[CheckVerdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STYLES: dict[DoctorVerdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def _print(check: DoctorCheck) -> None:

@@ -51,19 +51,13 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
         emit(report)
     else:
         _print_report(report)
-    ctx.exit(exit_code_of(report))
-
-
-def exit_code_of(report: FsckReport) -> int:
-    """The exit code for a result."""
-    if any(finding.lost for finding in report.findings):
-        return LOST
-    return DAMAGED if report.findings else OK
+    lost = any(finding.lost for finding in report.findings)
+    ctx.exit(LOST if lost else DAMAGED if report.findings else OK)
 
 
 def _print_report(report: FsckReport) -> None:
     for finding in report.findings:
-        click.echo(line_of(finding))
+        click.echo(_line(finding))
     counts = ", ".join(f"{count} {name}" for name, count in report.frames.items())
     note(
         f"{report.files} file{'s' * (report.files != 1)}, {size(report.size_bytes)}: {counts}; {report.assets} assets."
@@ -76,7 +70,7 @@ def _print_report(report: FsckReport) -> None:
     note(f"{count} finding{'s' * (count > 1)}." if count else "All is sound.")
 
 
-def line_of(finding: FsckFinding) -> str:
+def _line(finding: FsckFinding) -> str:
     """Format a finding as a line."""
     where = f"{finding.file} at offset {finding.offset}" if finding.file.startswith("log/") else finding.file
     what = f", {finding.size_bytes} bytes" if finding.size_bytes else ""

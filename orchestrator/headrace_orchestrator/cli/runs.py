@@ -5,16 +5,7 @@ from __future__ import annotations
 import click
 
 from headrace.wire import messages
-from headrace_orchestrator.cli.output import (
-    connect,
-    emit,
-    json_option,
-    note,
-    number,
-    service_options,
-    shared,
-    table,
-)
+from headrace_orchestrator.cli.output import connect, emit, json_option, note, number, service_options, shared, table
 from headrace_orchestrator.console.last_seen import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")

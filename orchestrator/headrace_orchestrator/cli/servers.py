@@ -8,16 +8,7 @@ import click
 
 from headrace.client.sync_client import Client
 from headrace.wire import messages
-from headrace_orchestrator.cli.output import (
-    connect,
-    emit,
-    json_option,
-    note,
-    service_options,
-    shared,
-    span,
-    table,
-)
+from headrace_orchestrator.cli.output import connect, emit, json_option, note, service_options, shared, span, table
 
 COLUMNS = ("server", "state", "version", "paused", "running", "waiting", "cache", "reason")
 """Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting``: numbers of requests.

@@ -21,7 +21,6 @@ from headrace_orchestrator.cli.output import (
     json_option,
     note,
     number,
-    on_terminal,
     printable,
     service_options,
     shared,
@@ -187,10 +186,7 @@ def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvanta
 
 def _print(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> None:
     for line in map(printable, transcript(trajectory, gamma, batch)):
-        if on_terminal():
-            console().print(line, soft_wrap=True)
-        else:
-            console().print(line, soft_wrap=True, no_wrap=True)
+        console().print(line, soft_wrap=True)
 
 
 def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> Iterator[str]:

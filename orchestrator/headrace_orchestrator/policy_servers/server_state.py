@@ -75,7 +75,8 @@ class WatchedServer:
         self.next_instruction_at = 0.0
         self.requests_ended = False
         self._failures = 0
-        self._paused_at: float | None = None
+        #: The start of the current pause; None if it is not paused.
+        self.paused_at: float | None = None
         self._paused_before_s = 0.0
 
     @property
@@ -94,18 +95,13 @@ class WatchedServer:
         """Return True if the server confirmed a version of any run, with which it may continue."""
         return self.last_probe is not None and self.up and parse_weight_version(self.last_probe.weights) is not None
 
-    @property
-    def paused_at(self) -> float | None:
-        """The start of the current pause, or None."""
-        return self._paused_at
-
     def set_paused(self, paused: bool, now: float) -> None:
         """Record whether the server is paused."""
-        if paused and self._paused_at is None:
-            self._paused_at = now
-        elif not paused and self._paused_at is not None:
-            self._paused_before_s += now - self._paused_at
-            self._paused_at = None
+        if paused and self.paused_at is None:
+            self.paused_at = now
+        elif not paused and self.paused_at is not None:
+            self._paused_before_s += now - self.paused_at
+            self.paused_at = None
             self.requests_ended = False
 
     def record_failure(self, problem: CallProblem, now: float) -> None:
@@ -123,7 +119,7 @@ class WatchedServer:
 
     def status(self, now: float) -> PolicyServerStatus:
         """The status for workers and listings."""
-        paused_s = self._paused_before_s + (0.0 if self._paused_at is None else now - self._paused_at)
+        paused_s = self._paused_before_s + (0.0 if self.paused_at is None else now - self.paused_at)
         version = self.version
         return PolicyServerStatus(
             address=self.address,

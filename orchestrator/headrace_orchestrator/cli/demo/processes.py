@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,11 @@ class DemoService:
 @contextmanager
 def demo_service(data: Path, sleep: Callable[[float], None]) -> Iterator[DemoService]:
     """Run the service for the length of the block."""
-    with ExitStack() as stack:
-        supervisor = stack.enter_context(ProcessSupervisor(data / "logs", grace_s=GRACE_S))
+    with ProcessSupervisor(data / "logs", grace_s=GRACE_S) as supervisor:
         service = DemoService(data, supervisor, sleep)
-        stack.callback(service.client.close)
-        service.start()
-        yield service
+        with service.client:
+            service.start()
+            yield service
 
 
 def example(name: str) -> Path:

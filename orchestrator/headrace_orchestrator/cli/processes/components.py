@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from headrace.errors import PortInUse, SetupError
-from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor, python_module
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
 
 ORCHESTRATOR_STAGE, POLICY_STAGE, WORKER_STAGE, LEARNER_STAGE = range(4)
 
@@ -35,7 +36,7 @@ def orchestrator(
         arguments += ["--tokens", str(tokens)]
     return Component(
         name="orchestrator",
-        command=python_module("headrace_orchestrator.cli", *arguments),
+        command=_python_module("headrace_orchestrator.cli", *arguments),
         stage=ORCHESTRATOR_STAGE,
     )
 
@@ -63,7 +64,7 @@ def worker(
         arguments += ["--policy-endpoint", policy_endpoint]
     return Component(
         name=name,
-        command=python_module("headrace_workers", *arguments),
+        command=_python_module("headrace_workers", *arguments),
         environment={"PYTHONHASHSEED": "0", **({"HEADRACE_TOKEN": token} if token else {})},
         stage=WORKER_STAGE,
     )
@@ -73,9 +74,14 @@ def tiny_policy(name: str, port: int, *, seed: int = 0) -> Component:
     """A tiny policy, as a component. Its weights are in memory: after a restart it is at version 0.0 again."""
     return Component(
         name=name,
-        command=python_module("headrace_workers.tiny_policy", "--port", str(port), "--seed", str(seed)),
+        command=_python_module("headrace_workers.tiny_policy", "--port", str(port), "--seed", str(seed)),
         stage=POLICY_STAGE,
     )
+
+
+def _python_module(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 def free_port() -> int:

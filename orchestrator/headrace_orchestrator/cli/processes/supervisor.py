@@ -71,11 +71,6 @@ class _Child:
     restart_at: float | None = None
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """The command line that runs a module with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]
-
-
 def restart_delay_s(deaths: int) -> float:
     """The delay before the next start after this number of consecutive deaths."""
     return min(MAX_RESTART_S, FIRST_RESTART_S * 2.0 ** min(deaths - 1, 16))
