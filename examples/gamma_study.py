@@ -1,12 +1,12 @@
-"""How the discount changes what is learned: mean guesses against γ, on guess the number with success-only reward.
+"""Effect of the discount γ on learning: mean guesses in guess the number with success-only reward.
 
-    python examples/gamma_study.py                       # starts a service of its own, takes several minutes
+    python examples/gamma_study.py                       # starts its own service, takes several minutes
     python examples/gamma_study.py --url http://127.0.0.1:8470 --policy http://127.0.0.1:8471
 
-Each point is a run of its own through the service: neutral weights, the learner of ``learner.py``, then a sampled
-evaluation (temperature 1) over all 50 secrets. γ is per turn. With γ = 1 every success earns the same however late it
-comes, so nothing asks for fewer guesses; the smaller γ is, the more a late success loses. The table goes to standard
-output, the plot to ``build/gamma_study.png`` (needs ``headrace[plots]``).
+Each point is a separate run of the service: it starts from neutral weights, trains with ``learner.py``, and is
+evaluated by sampling (temperature 1) over all 50 secrets. γ is per turn. With γ = 1 every success earns the same reward
+however late it comes, so fewer guesses earn no more; the smaller γ is, the more a late success loses. The table goes to
+standard output, the plot to ``build/gamma_study.png`` (needs ``headrace[plots]``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from headrace_workers.tiny_policy.model import neutral_weights
 
 GAMMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 LOW, HIGH = 1, 50
-EPISODES_PER_SECRET = 4  # of the evaluation: 200 episodes bring its standard error to 0.1 guesses
-STOP_S = 60.0  # for the service of our own to end
+EPISODES_PER_SECRET = 4  # 200 evaluation episodes reduce the standard error to 0.1 guesses
+STOP_S = 60.0  # longest wait for the service to end
 Means = dict[float, list[float]]
 
 
 def expected_guesses(count: int, *, binary: bool) -> float:
-    """Exact mean guesses for one of ``count`` numbers: halving the interval, or drawing uniformly within it."""
-    total = [0.0]  # summed over the secrets of an interval of n numbers
+    """Return the exact mean guesses for one of ``count`` numbers, by binary search or uniform guessing."""
+    total = [0.0]  # guesses summed over all secrets of an interval of n numbers
     for n in range(1, count + 1):
         by_guess = [total[at] + total[n - 1 - at] for at in range(n)]
         total.append(n + (min(by_guess) if binary else statistics.fmean(by_guess)))
@@ -44,7 +44,7 @@ def expected_guesses(count: int, *, binary: bool) -> float:
 
 
 def study(client: Client, policy: str, spec: dict[str, Any], versions: int, seeds: int) -> Means:
-    """Mean guesses of the trained policy, by γ, one value for each seed."""
+    """Train a policy for each γ and seed; return its mean guesses, by γ."""
     means: Means = {}
     for gamma in GAMMAS:
         for seed in range(seeds):
@@ -60,7 +60,7 @@ def study(client: Client, policy: str, spec: dict[str, Any], versions: int, seed
 
 
 def evaluate(client: Client, run: str, environment: dict[str, Any]) -> float:
-    """Mean guesses over all secrets, sampled; a game that was not won took all its guesses."""
+    """Return the mean guesses over all secrets; a game that was not won counts with all its guesses."""
     tasks = [
         {"environment": environment["id"], "seed": secret, "kwargs": {**environment["kwargs"], "target": secret}}
         for secret in range(LOW, HIGH + 1)
@@ -68,7 +68,7 @@ def evaluate(client: Client, run: str, environment: dict[str, Any]) -> float:
     reply = client.evaluate(run, tasks, episodes_per_task=EPISODES_PER_SECRET, temperature=1.0)
     failed = sum(episode.failure is not None for episode in reply.episodes)
     if failed or reply.done < reply.wanted:
-        raise SystemExit(f"{run}: {failed} of {reply.wanted} evaluation episodes failed, {reply.done} were played.")
+        raise SystemExit(f"{run}: {failed} of {reply.wanted} evaluation episodes failed, {reply.done} ended.")
     return statistics.fmean(episode.turns for episode in reply.episodes)
 
 
@@ -104,17 +104,17 @@ def plot(means: Means, file: Path) -> None:
 
 @contextmanager
 def own_service() -> Iterator[tuple[str, str]]:
-    """``headrace up`` with the tiny policy, for as long as the study lasts; gives both addresses."""
+    """Run ``headrace up`` with the tiny policy; yield the addresses of both."""
     with tempfile.TemporaryDirectory(prefix="headrace-gamma-") as data:
         command = ["-m", "headrace_orchestrator.cli", "up", "--tiny-policy", "--port", "0", "--data", data, "--json"]
         process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:
             lines = (json.loads(line) for line in process.stdout)
-            found = next((line for line in lines if "url" in line), None)
-            if found is None:
+            started = next((line for line in lines if "url" in line), None)
+            if started is None:
                 raise SystemExit("The service did not start; see the messages above.")
-            yield found["url"], found["policy_endpoint"]
+            yield started["url"], started["policy_endpoint"]
         finally:
             process.terminate()
             process.communicate(timeout=STOP_S)
@@ -123,20 +123,20 @@ def own_service() -> Iterator[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Mean guesses against the discount γ.")
     parser.add_argument("--url", help="address of a running orchestrator (default: start one)")
-    parser.add_argument("--policy", default="http://127.0.0.1:8471", help="address of its tiny policy; with --url")
-    parser.add_argument("--versions", type=int, default=40, help="versions that each run makes")
-    parser.add_argument("--seeds", type=int, default=3, help="runs for each γ")
-    parser.add_argument("--plot", type=Path, default=Path("build/gamma_study.png"), help="where the plot goes")
-    ask = parser.parse_args()
+    parser.add_argument("--policy", default="http://127.0.0.1:8471", help="address of its tiny policy, with --url")
+    parser.add_argument("--versions", type=int, default=40, help="versions per run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per γ")
+    parser.add_argument("--plot", type=Path, default=Path("build/gamma_study.png"), help="file for the plot")
+    options = parser.parse_args()
     spec = json.loads((Path(__file__).parent / "guess_the_number.json").read_text())
-    if ask.url:
-        with Client(ask.url, learner="gamma-study") as client:
-            means = study(client, ask.policy, spec, ask.versions, ask.seeds)
+    if options.url:
+        with Client(options.url, learner="gamma-study") as client:
+            means = study(client, options.policy, spec, options.versions, options.seeds)
     else:
         with own_service() as (url, policy), Client(url, learner="gamma-study") as client:
-            means = study(client, policy, spec, ask.versions, ask.seeds)
+            means = study(client, policy, spec, options.versions, options.seeds)
     show(means)
-    plot(means, ask.plot)
+    plot(means, options.plot)
 
 
 if __name__ == "__main__":

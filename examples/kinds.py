@@ -1,9 +1,9 @@
-"""A game of single tokens for a model that knows nothing: answer with characters of the kind that is asked for.
+"""A game for an untrained model: answer with characters of the requested kind.
 
-Each turn asks for one of three kinds. Every character of the answer that is of the kind earns a part of the turn's
-reward. About one byte in ten is of the kind, so bytes drawn at random earn a little and each better byte earns more:
-there is a gradient from the first batch on. Who always answers with one kind gets a third; the rest takes reading what
-is asked. A turn without any hit ends the game, so early turns decide about later ones.
+Each turn asks for one of three kinds, and every character of that kind earns a part of the turn's reward. About one
+byte in ten is of a kind, so random bytes earn a little and each better byte earns more: the first batch already has a
+gradient. A policy that always answers with the same kind gets a third of the reward; for the rest it must read the
+prompt. A turn without a hit ends the game, so early turns affect later ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Kinds:
         self.turns, self.length = turns, length
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        self.asked = random.Random(seed).choices(list(KINDS), k=self.turns)
+        self.requests = random.Random(seed).choices(list(KINDS), k=self.turns)
         self.turn = 0
-        return self.asked[0], {}
+        return self.requests[0], {}
 
     def step(self, action: str) -> headrace.Step:
-        kind = KINDS[self.asked[self.turn]]
+        kind = KINDS[self.requests[self.turn]]
         hits = sum(character in kind for character in action[: self.length])
         self.turn += 1
         over = hits == 0 or self.turn == self.turns
-        observation = "Over." if over else self.asked[self.turn]
+        observation = "Over." if over else self.requests[self.turn]
         return headrace.Step(observation, hits / self.length, over, False, {"reward_parts": {"hits": float(hits)}})
 
 

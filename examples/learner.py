@@ -1,11 +1,11 @@
-"""A whole learner in one file: pull a batch, step along the policy gradient, load the weights, ack.
+"""A complete learner in one file: pull a batch, step along the policy gradient, load the weights, ack.
 
     headrace up --tiny-policy
     headrace run examples/guess_the_number.json
     python examples/learner.py --run guess --versions 40
 
-With --checkpoint it may be killed at any point: the checkpoint names its batch and is on disk before the weights are
-loaded and the batch is acked, so a batch that comes again is acked with the version it made, never trained on twice.
+With --checkpoint it may be killed at any point. The checkpoint names its batch and is on disk before the weights are
+loaded and the batch is acked, so a batch that is delivered again is acked with its version and not trained on twice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
 from headrace_workers.tiny_policy.model import Floats, Model
 
 LEARNING_RATE = 6.0  # large, because a turn's gradient is at most 1 and is averaged over all turns of a batch
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # the policy is near: no proxy
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # without the proxy of the environment
 TEXT = "version {version}: mean reward {mean_reward:.2f}, mean guesses {mean_guesses:.2f}"
 
 
 class State(NamedTuple):
-    """All that a restart needs."""
+    """State of the learner: everything that a restart needs."""
 
     weights: Floats
     version: Version
-    batch: str  # the last batch in these weights; empty: none
+    batch: str  # id of the last batch in these weights, if any
 
 
 def improve(weights: Floats, batch: Batch) -> Floats:
-    """One step along the policy gradient, with the advantages that the service computed."""
+    """Take one step along the policy gradient, with the advantages that the service computed."""
     model, gradient = Model(weights), np.zeros_like(weights)
     for row in batch.rows:
         for turn, advantage in zip(row.turns, row.advantages, strict=True):
@@ -49,12 +49,12 @@ def improve(weights: Floats, batch: Batch) -> Floats:
 def train(
     client: Client, run: str, policy: str, versions: int, checkpoint: Path | None = None, control: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Pull and step until the service knows so many versions of the run; gives each step as it is acked."""
+    """Train until the run has ``versions`` versions; yield the figures of each step once it is acked."""
     state = _read(checkpoint) if checkpoint and checkpoint.exists() else fetch(policy)
     load(policy, state)
     while Version.parse(client.run(run).version).n < versions:
         batch = client.pull(run)
-        if batch.id != state.batch:  # else it was trained on before, and only the ack is missing
+        if batch.id != state.batch:  # otherwise only the ack was missing
             client.doing(run, "training")
             weights = state.weights if control else improve(state.weights, batch)
             state = State(weights, Version(batch.version.lineage, state.version.n + 1), batch.id)
@@ -66,7 +66,7 @@ def train(
         try:
             client.ack(batch, version=state.version)
         except (BatchSuperseded, BatchAlreadyAcked):
-            continue  # the lease ran out, or an ack before a restart got through: the next pull says which
+            continue  # the lease expired, or an ack before a restart succeeded: the next pull tells which
         counts, reward = batch.manifest.counts, batch.manifest.moments.rewards.mean
         yield {"version": str(state.version), "mean_reward": reward, "mean_guesses": counts.turns / counts.trajectories}
 
@@ -87,32 +87,34 @@ def _read(checkpoint: Path) -> State:
 
 
 def _write(checkpoint: Path, state: State) -> None:
-    beside = checkpoint.with_suffix(".new")
-    with beside.open("wb") as file:
+    partial = checkpoint.with_suffix(".new")
+    with partial.open("wb") as file:
         np.savez(file, weights=state.weights, version=str(state.version), batch=state.batch)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(checkpoint)
+    partial.replace(checkpoint)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny policy on one run.")
-    parser.add_argument("--url", help="address of the orchestrator (default: HEADRACE_URL, or this machine)")
+    parser.add_argument("--url", help="address of the orchestrator (default: HEADRACE_URL, or a local one)")
     parser.add_argument("--policy", default="http://127.0.0.1:8471", help="address of the tiny policy")
     parser.add_argument("--run", default="guess", help="name of the run")
-    parser.add_argument("--versions", type=int, default=40, help="versions to make in all")
-    parser.add_argument("--checkpoint", type=Path, help="file that makes a restart go on (default: none)")
-    parser.add_argument("--zero-advantages", action="store_true", help="change nothing: the control")
+    parser.add_argument("--versions", type=int, default=40, help="total number of versions to make")
+    parser.add_argument("--checkpoint", type=Path, help="file from which a restart continues (default: none)")
+    parser.add_argument("--zero-advantages", action="store_true", help="keep the weights, as a control")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
-    ask = parser.parse_args()
+    options = parser.parse_args()
     try:
-        with Client(ask.url, learner=f"learner-{ask.run}") as client:
-            for step in train(client, ask.run, ask.policy, ask.versions, ask.checkpoint, ask.zero_advantages):
-                print(json.dumps(step) if ask.json else TEXT.format(**step), flush=True)
+        with Client(options.url, learner=f"learner-{options.run}") as client:
+            for step in train(
+                client, options.run, options.policy, options.versions, options.checkpoint, options.zero_advantages
+            ):
+                print(json.dumps(step) if options.json else TEXT.format(**step), flush=True)
     except HeadraceError as error:
         raise SystemExit(str(error)) from error
     except (urllib.error.URLError, ConnectionError) as error:
-        raise SystemExit(f"The policy at {ask.policy} does not answer: {error}") from error
+        raise SystemExit(f"The policy at {options.policy} does not answer: {error}") from error
 
 
 if __name__ == "__main__":

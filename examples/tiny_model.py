@@ -1,12 +1,12 @@
-"""A tiny language model made on the spot: real weights, tokenizer and chat template, in the folder layout that vLLM,
-transformers and TRL read. Random weights; the same seed gives the same files. Needs numpy only.
+"""Generator of a tiny language model with random weights, a tokenizer and a chat template, in the folder layout that
+vLLM, transformers and TRL read. The same seed gives the same files. Needs only numpy.
 
     python examples/tiny_model.py build/tiny
     python examples/tiny_model.py build/tiny-tied --tied --seed 1
 
-* The model is a Qwen3 of two layers (about 1 MB). With --tied its input and output embeddings are one.
-* Token ids below 256 are bytes; then come a few words and pieces of words, then the special tokens.
-* `write_adapter` makes a LoRA adapter for it; `read` and `write` are safetensors files as dicts of numpy arrays.
+* The model is a Qwen3 of two layers (about 1 MB). With --tied its input and output embeddings are one matrix.
+* Token ids below 256 are bytes; then follow a few words and parts of words, then the special tokens.
+* `write_adapter` makes a LoRA adapter for it; `read` and `write` convert safetensors files to and from numpy arrays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MERGES = [
     "Ġ i",
     "l l",
 ]
-"""How bytes join: enough that most text can be tokenized in several ways, so that re-encoding sampled ids shows."""
+"""Merges of bytes: enough to tokenize most texts in several ways, so that re-encoded sampled ids would differ."""
 
 SPECIAL = [
     "<|endoftext|>",
@@ -67,7 +67,7 @@ WEIGHTS = "model.safetensors"
 
 
 def config(vocabulary: int, *, tied: bool = False, hidden: int = 64, layers: int = 2) -> dict[str, Any]:
-    """The model's config.json. vLLM's attention for CPUs wants heads of 32."""
+    """Make the model's config.json. vLLM's attention for CPUs needs heads of 32."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -92,8 +92,8 @@ def config(vocabulary: int, *, tied: bool = False, hidden: int = 64, layers: int
 
 
 def weights(config: dict[str, Any], seed: int = 0, spread: float = 0.15) -> Tensors:
-    """Random float32 weights under transformers' names. With this spread the next token is far from uniform; with 0.02,
-    as transformers begins, all are about as likely."""
+    """Make random float32 weights with the names of transformers. With the default spread the next token's distribution
+    is far from uniform; with the 0.02 of transformers it is almost uniform."""
     random = np.random.default_rng(seed)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -129,7 +129,7 @@ def weights(config: dict[str, Any], seed: int = 0, spread: float = 0.15) -> Tens
 
 
 def vocabulary() -> dict[str, int]:
-    """Every token by its text in byte-level BPE, special tokens last."""
+    """Return the token ids by their text in byte-level BPE, special tokens last."""
     pieces = [_letter(byte) for byte in range(256)] + [merge.replace(" ", "") for merge in MERGES] + SPECIAL
     return {piece: index for index, piece in enumerate(pieces)}
 
@@ -141,16 +141,16 @@ def token_id(special: str) -> int:
 def write_model(
     folder: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2, spread: float = 0.15
 ) -> None:
-    """A folder with everything a server needs to serve the model."""
+    """Write a folder with everything that a server needs to serve the model."""
     folder.mkdir(parents=True, exist_ok=True)
-    described = config(len(vocabulary()), tied=tied, hidden=hidden, layers=layers)
-    _write_json(folder / "config.json", described)
-    _write_tokenizer(folder, described["max_position_embeddings"])
-    write(folder / WEIGHTS, weights(described, seed, spread))
+    settings = config(len(vocabulary()), tied=tied, hidden=hidden, layers=layers)
+    _write_json(folder / "config.json", settings)
+    _write_tokenizer(folder, settings["max_position_embeddings"])
+    write(folder / WEIGHTS, weights(settings, seed, spread))
 
 
 def write_adapter(folder: Path, model: Path, *, seed: int = 0, rank: int = 4) -> None:
-    """A LoRA adapter of the model's query and value projections, in PEFT's layout. Strong, so that it shows."""
+    """Write a LoRA adapter of the model's query and value projections, in PEFT's layout. Its effect is strong."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     tensors: Tensors = {}
@@ -169,7 +169,7 @@ def write_adapter(folder: Path, model: Path, *, seed: int = 0, rank: int = 4) ->
 
 
 def read(path: Path) -> Tensors:
-    """The float32 tensors of a safetensors file."""
+    """Read the float32 tensors of a safetensors file."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
@@ -183,7 +183,7 @@ def read(path: Path) -> Tensors:
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """A safetensors file that appears whole or not at all."""
+    """Write a safetensors file atomically."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
@@ -227,7 +227,7 @@ def _write_tokenizer(folder: Path, longest: int) -> None:
 
 
 def _letter(byte: int) -> str:
-    """How byte-level BPE writes a byte: printable ones as themselves, the rest from 256 on."""
+    """Return the character for a byte in byte-level BPE: printable bytes themselves, the others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:
         return chr(byte)
@@ -239,15 +239,15 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes a tiny model with random weights.")
+    parser = argparse.ArgumentParser(description="Make a tiny model with random weights.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tied", action="store_true", help="one matrix for input and output embeddings")
     parser.add_argument("--hidden", type=int, default=64, help="width, a multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
-    asked = parser.parse_args()
-    write_model(asked.folder, seed=asked.seed, tied=asked.tied, hidden=asked.hidden, layers=asked.layers)
-    print(f"wrote {asked.folder}: {(asked.folder / WEIGHTS).stat().st_size / 1e6:.1f} MB of weights")
+    options = parser.parse_args()
+    write_model(options.folder, seed=options.seed, tied=options.tied, hidden=options.hidden, layers=options.layers)
+    print(f"wrote {options.folder}: {(options.folder / WEIGHTS).stat().st_size / 1e6:.1f} MB of weights")
 
 
 if __name__ == "__main__":

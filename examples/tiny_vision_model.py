@@ -1,11 +1,11 @@
-"""A tiny model that sees images, made on the spot: a LLaVA around the language model of tiny_model.py. Random weights;
-the same seed gives the same files. Needs numpy only.
+"""Generator of a tiny model with image input: a LLaVA with random weights around the language model of tiny_model.py.
+The same seed gives the same files. Needs only numpy.
 
     python -m examples.tiny_vision_model build/tiny-vision
 
-* An image is scaled to 32 × 32 pixels and cut into patches of 4 × 4: it has 64 tokens in a prompt, all `IMAGE`.
-* What it says depends on what the image shows.
-* vLLM serves it on CPUs, with torchvision beside it.
+* An image is scaled to 32 × 32 pixels and cut into patches of 4 × 4: in a prompt it has 64 tokens, all `IMAGE`.
+* The output depends on the content of the image.
+* vLLM serves it on CPUs, and needs torchvision for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from examples.tiny_model import WEIGHTS, Tensors, read, token_id, vocabulary, write, write_model
 
 IMAGE = len(vocabulary())
-"""The id of the token for an image, the last one."""
+"""Id of the image token, the last one of the vocabulary."""
 
 IMAGE_TEXT = "<image>"
 PIXELS, PATCH, WIDTH, INNER, LAYERS = 32, 4, 32, 64, 2
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 
 
 def write_vision_model(folder: Path, *, seed: int = 0) -> None:
-    """A folder with everything a server needs to serve the model."""
+    """Write a folder with everything that a server needs to serve the model."""
     write_model(folder, seed=seed)
     language = json.loads((folder / "config.json").read_text())
     _change(folder / "config.json", **_config(language))
@@ -63,7 +63,7 @@ def _config(language: dict[str, Any]) -> dict[str, Any]:
         "multimodal_projector_bias": True,
         "tie_word_embeddings": False,
         "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",  # all but the first token, which stands for no patch
+        "vision_feature_select_strategy": "default",  # all tokens except the first, which does not represent a patch
         "eos_token_id": token_id("<|im_end|>"),
         "text_config": language | {"vocab_size": IMAGE + 1},
         "vision_config": {
@@ -80,7 +80,7 @@ def _config(language: dict[str, Any]) -> dict[str, Any]:
 
 
 def _processor() -> dict[str, Any]:
-    """How an image becomes pixels and a prompt's one token many, for transformers."""
+    """Make the processor_config.json of transformers, which converts images to pixels and image tokens."""
     size = {"height": PIXELS, "width": PIXELS}
     return {
         "processor_class": "LlavaProcessor",
@@ -106,7 +106,7 @@ def _processor() -> dict[str, Any]:
 
 
 def _language(tensors: Tensors, random: np.random.Generator) -> Tensors:
-    """The language model's own tensors, with a row more where there is one for each token."""
+    """Rename the language model's tensors, and add a row for the image token to those with a row per token."""
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         row = random.normal(0.0, 0.15, (1, tensors[name].shape[1])).astype(np.float32)
         tensors[name] = np.concatenate([tensors[name], row])
@@ -114,7 +114,7 @@ def _language(tensors: Tensors, random: np.random.Generator) -> Tensors:
 
 
 def _vision(hidden: int, random: np.random.Generator) -> Tensors:
-    """CLIP's vision transformer, and the projector to the language model's width."""
+    """Make the tensors of CLIP's vision transformer and of the projector to the language model's width."""
 
     def matrix(*shape: int) -> Any:
         return random.normal(0.0, 0.15, shape).astype(np.float32)
@@ -131,7 +131,7 @@ def _vision(hidden: int, random: np.random.Generator) -> Tensors:
         f"{tower}.embeddings.patch_embedding.weight": matrix(WIDTH, 3, PATCH, PATCH),
         f"{tower}.embeddings.position_embedding.weight": matrix(IMAGE_TOKENS + 1, WIDTH),
     }
-    tensors |= norm(f"{tower}.pre_layrnorm") | norm(f"{tower}.post_layernorm")  # spelt as CLIP spells it
+    tensors |= norm(f"{tower}.pre_layrnorm") | norm(f"{tower}.post_layernorm")  # CLIP's spelling
     for number in range(LAYERS):
         layer = f"{tower}.encoder.layers.{number}"
         tensors |= norm(f"{layer}.layer_norm1") | norm(f"{layer}.layer_norm2")
@@ -148,18 +148,18 @@ def _add_image_token(path: Path) -> None:
 
 
 def _change(path: Path, **fields: Any) -> None:
-    """Sets fields of a JSON object, in a file that need not be there."""
+    """Set fields of the JSON object in a file, which is made if missing."""
     value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     path.write_text(json.dumps(value | fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes a tiny model that sees images, with random weights.")
+    parser = argparse.ArgumentParser(description="Make a tiny model with image input and random weights.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    write_vision_model(asked.folder, seed=asked.seed)
-    print(f"wrote {asked.folder}: {(asked.folder / WEIGHTS).stat().st_size / 1e6:.1f} MB of weights")
+    options = parser.parse_args()
+    write_vision_model(options.folder, seed=options.seed)
+    print(f"wrote {options.folder}: {(options.folder / WEIGHTS).stat().st_size / 1e6:.1f} MB of weights")
 
 
 if __name__ == "__main__":

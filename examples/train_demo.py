@@ -1,11 +1,11 @@
-"""Train a transformer that knows nothing with PyTorch and a real vLLM, on this machine, and plot what came of it.
+"""Train a transformer with random weights on this machine, with PyTorch and a real vLLM, and plot the result.
 
     make parts             # once: vLLM and torch
-    make train-demo        # ARGS="--seed 1 --versions 40" for another
+    make train-demo        # options, for example: ARGS="--seed 1 --versions 40"
 
-Starts an orchestrator, a worker, vLLM and the learner of ``train_torch.py``, each a process of its own, and ends them
-all. The model is a Qwen3 of two layers with random weights; the game is ``kinds.py``. The table goes to standard
-output, news to standard error, the plot to ``build/train_demo.png``. It ends with 1 if the reward did not double.
+Starts an orchestrator, a worker, vLLM and the learner of ``train_torch.py`` as separate processes, and ends them all.
+The model is a Qwen3 of two layers; the game is ``kinds.py``. The table goes to standard output, progress to standard
+error, the plot to ``build/train_demo.png``. The exit code is 1 if the reward did not double.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import tiny_model  # beside this file, as is the next
+import tiny_model  # in this file's folder, like the next
 import vllm_server
 
 from headrace import Client
@@ -33,8 +33,8 @@ HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"
 SLOTS = 64
 FIRST, LAST = 5, 5  # versions whose means are compared
-RISE = 2.0  # what counts as learned
-LOOK_S = 0.2
+MIN_RISE = 2.0  # ratio of the last to the first reward
+POLL_S = 0.2
 COLUMNS = {
     "version": "{}",
     "reward": "{:.2f}",
@@ -48,7 +48,7 @@ COLUMNS = {
 }
 Steps = list[dict[str, Any]]
 
-# As short as can be: a model that knows nothing has to learn first where in its prompt anything is said.
+# As short as possible: an untrained model first has to learn which part of its prompt has information.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}<|im_start|>{{ message.content }}<|im_end|>{%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>{%- endif -%}
@@ -60,14 +60,14 @@ def say(text: str) -> None:
 
 
 def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Everything that runs, for as long as it is iterated; gives the figures of each version."""
+    """Start all processes and yield the figures of each version; closing the iterator ends the processes."""
     for old in ("model", "data", "checkpoints", "logs"):
         shutil.rmtree(folder / old, ignore_errors=True)
     model, logs = folder / "model", folder / "logs"
     logs.mkdir(parents=True)
     tiny_model.write_model(model, seed=seed, hidden=128, spread=0.06)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    say(f"vLLM is starting; that takes half a minute to three minutes (logs: {logs})")
+    say(f"vLLM is starting, which takes half a minute to three minutes (logs: {logs})")
     vllm = vllm_server.start_vllm(model, "--max-model-len", "512", log=logs / "vllm.log", say=say)
     with vllm as address, ProcessSupervisor(logs) as fleet:
         spec = json.loads((HERE / "kinds.json").read_text())
@@ -82,7 +82,7 @@ def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]
 
 
 def start_service(fleet: ProcessSupervisor, data: Path) -> str:
-    """An orchestrator and a worker that knows the game; gives the address."""
+    """Start an orchestrator, and a worker that imports the game; return the address."""
     port = components.free_port()
     url = f"http://127.0.0.1:{port}"
     fleet.start(components.orchestrator(data, host="127.0.0.1", port=port))
@@ -93,7 +93,7 @@ def start_service(fleet: ProcessSupervisor, data: Path) -> str:
 
 
 def learner(*arguments: str) -> Component:
-    """The learner, where torch is."""
+    """Describe the learner's process, which runs in the environment with torch."""
     return Component(
         name="learner",
         command=[str(vllm_server.PYTHON), str(HERE / "train_torch.py"), *arguments],
@@ -104,7 +104,7 @@ def learner(*arguments: str) -> Component:
 
 
 def figures(fleet: ProcessSupervisor) -> Iterator[dict[str, Any]]:
-    """What the learner prints, line by line, until it ends."""
+    """Yield the figures that the learner prints, until it ends."""
     with fleet.log_file("learner").open() as log:
         text, ended = "", False
         while not ended:
@@ -113,7 +113,7 @@ def figures(fleet: ProcessSupervisor) -> Iterator[dict[str, Any]]:
             *lines, text = text.split("\n")
             yield from (json.loads(line) for line in lines if line.startswith("{"))
             fleet.poll()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     if fleet.exit_code("learner") != 0:
         raise SystemExit(f"The learner failed. The end of its log:\n{fleet.tail('learner')}")
 
@@ -149,35 +149,34 @@ def summary(steps: Steps, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tiny transformer with PyTorch and vLLM.")
     parser.add_argument("--versions", type=int, default=120, help="steps of the learner")
-    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the run")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=BUILD / "train_demo",
-        help="for what it makes, instead of what is there",
-    )
-    parser.add_argument("--plot", type=Path, default=BUILD / "train_demo.png", help="where the plot goes")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each version, and one for the whole")
-    ask = parser.parse_args()
-    began = time.monotonic()
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model's weights and of the run")
+    parser.add_argument("--folder", type=Path, default=BUILD / "train_demo", help="working folder, which is emptied")
+    parser.add_argument("--plot", type=Path, default=BUILD / "train_demo.png", help="file for the plot")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each version, and one for the result")
+    options = parser.parse_args()
+    started_at = time.monotonic()
     steps: Steps = []
     try:
-        with closing(run_demo(ask.folder.resolve(), ask.versions, ask.seed)) as running:
+        with closing(run_demo(options.folder.resolve(), options.versions, options.seed)) as running:
             for step in running:
-                if not ask.json and not steps:
+                if not options.json and not steps:
                     print("  ".join(COLUMNS))
                 steps.append(step)
-                print(json.dumps(step) if ask.json else line(step), flush=True)
+                print(json.dumps(step) if options.json else line(step), flush=True)
     except (FileNotFoundError, vllm_server.StartFailed, HeadraceError) as error:
         raise SystemExit(str(error)) from error
-    found = summary(steps, time.monotonic() - began)
-    plot(steps, ask.plot)
+    result = summary(steps, time.monotonic() - started_at)
+    plot(steps, options.plot)
     text = (
         "{versions} versions in {seconds:.0f} s: reward {first_reward:.2f} → {last_reward:.2f}, "
         "staleness {staleness:.2f}, importance ratio {ratio:.3f}, {capped:.1%} of tokens capped."
     )
-    print(json.dumps({**found, "plot": str(ask.plot)}) if ask.json else f"\n{text.format(**found)}\nPlot: {ask.plot}")
-    if found["last_reward"] < RISE * found["first_reward"]:
+    print(
+        json.dumps({**result, "plot": str(options.plot)})
+        if options.json
+        else f"\n{text.format(**result)}\nPlot: {options.plot}"
+    )
+    if result["last_reward"] < MIN_RISE * result["first_reward"]:
         raise SystemExit("The reward did not double.")
 
 

@@ -1,12 +1,12 @@
-"""A real vLLM server for a model folder, started as Headrace wants it. For examples, tests and benchmarks on CPUs.
+"""A vLLM server for a model folder, with the options that Headrace needs. For examples, tests and benchmarks on CPUs.
 
     python examples/tiny_model.py build/tiny
-    python examples/vllm_server.py build/tiny --port 8000          # Ctrl-C ends it; further arguments go to vLLM
+    python examples/vllm_server.py build/tiny --port 8000          # Ctrl-C ends it; other arguments go to vLLM
     headrace up --policy-endpoint http://127.0.0.1:8000
 
-* It takes new weights from a folder (headrace.integrations.vllm) and says which weights sampled which tokens.
-* It runs in the environment that `make parts` made, and is ready after half a minute to three minutes.
-* It ends with the process that started it, however that dies.
+* It loads new weights from a folder (headrace.integrations.vllm), and reports the weights that sampled each token.
+* It runs in the environment made by `make parts`, and is ready after half a minute to three minutes.
+* It ends with the process that started it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PLACE = Path(__file__).resolve().parent.parent / "build" / "parts" / "vllm"
 PYTHON = PLACE / "bin" / "python"
 
 NAME = "policy"
-"""What the model is called in requests."""
+"""Name of the model in requests."""
 
 START_S, END_S = 600.0, 30.0
-"""A start on a busy machine takes minutes; an end does not."""
+"""Longest waits for the start, which takes minutes on a busy machine, and for the end."""
 
 GROUP_END_S = 5.0
-"""What the server has started dies of its own a moment later, a busy machine permitting."""
+"""Longest wait for the end of the server's own child processes."""
 
-# Started with -c and not with -m, because the processes that it spawns would import the whole API server again.
-# PR_SET_PDEATHSIG (1): a SIGTERM when the process that started this one dies.
+# Started with -c: with -m, the processes that it spawns would import the whole API server again.
+# PR_SET_PDEATHSIG (1): the kernel sends SIGTERM when the parent process dies.
 PROGRAM = """\
 import ctypes, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -46,36 +46,36 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 ARGUMENTS = [
     *("--host", "127.0.0.1", "--served-model-name", NAME),
-    # Without, a float32 model is served in bfloat16, and its logprobs are not the learner's.
+    # Otherwise a float32 model is served in bfloat16, and its logprobs differ from the learner's.
     *("--dtype", "float32"),
     *("--worker-extension-cls", "headrace.integrations.vllm.WorkerExtension", "--enable-scale-out"),
-    # No compilation, and engine and worker in one process: that is most of the time that a start takes.
+    # No compilation, and engine and worker in one process: both would take most of the start's time.
     *("--enforce-eager", "--distributed-executor-backend", "uni"),
     *("--max-num-seqs", "64", "--uvicorn-log-level", "warning"),
-    # A request with a seed whose prompt is computed in parts kills this vLLM on CPUs ("CPU Generator does not use
-    # offset"). That happens whenever many requests come, or go on after a pause, together.
+    # This vLLM on CPUs crashes on a request with a seed whose prompt is computed in parts ("CPU Generator does not use
+    # offset"), which happens when many requests arrive, or continue after a pause, at the same time.
     "--no-enable-chunked-prefill",
 ]
 
 SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, load and name weights
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # with --enable-lora: adapters come and go while it runs
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, load weights and report their version
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # with --enable-lora: loads and unloads adapters while it runs
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the executor above is refused
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # required by the executor above
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request for logprobs compiles a function: half a minute, and needs g++
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for logprobs compiles for half a minute and needs g++
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "XDG_CACHE_HOME": str(PLACE / "cache"),
     "XDG_CONFIG_HOME": str(PLACE / "cache"),
 }
 
-LATE_S = 30.0
-"""To answer, for a server that was started long before anybody waits for it."""
+MIN_WAIT_S = 30.0
+"""Shortest wait in ``wait_until_ready``, even if the server was started long before."""
 
 
 class StartFailed(RuntimeError):
-    """The server ended, or was not ready in time; the message has the end of its log."""
+    """The server ended or was not ready in time. The message includes the end of its log."""
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def start_vllm(
     port: int = 0,
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> Iterator[str]:
-    """A server of the model in a folder, with further ``arguments`` for vLLM, until the block ends.
+    """Serve the model in a folder until the block ends; yield the address once the server is ready.
 
-    Gives its address once it is ready. ``log``: where it writes; ``say`` is told every ten seconds that it still
-    starts. Raises StartFailed, FileNotFoundError without ``make parts``.
+    ``arguments`` go to vLLM; ``log``: the server's log file; ``say`` is called every ten seconds during the start.
+    Raises StartFailed, and FileNotFoundError if vLLM is not installed.
     """
     server = Server(model, *arguments, log=log, port=port)
     try:
@@ -100,15 +100,15 @@ def start_vllm(
 
 
 class Server:
-    """The process of a server, which starts; it is ready once ``wait_until_ready`` returns. Arguments as above."""
+    """A starting or running server. The arguments are those of ``start_vllm``."""
 
     def __init__(self, model: Path, *arguments: str, log: Path | None = None, port: int = 0) -> None:
         if not PYTHON.exists():
-            raise FileNotFoundError(f"There is no vLLM at {PYTHON}. Install it with: make parts")
+            raise FileNotFoundError(f"vLLM is not installed at {PYTHON}. Install it with: make parts")
         port = port or _free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log = log or Path(tempfile.gettempdir()) / f"vllm-{port}.log"
-        self._begun = time.monotonic()
+        self._started_at = time.monotonic()
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
                 [str(PYTHON), "-c", PROGRAM, "--model", str(model), "--port", str(port), *ARGUMENTS, *arguments],
@@ -121,20 +121,20 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process, which leads a group of its own."""
+        """Id of the process, and of its process group."""
         return self._process.pid
 
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
-        """Raises StartFailed."""
+        """Wait until the server is ready; call ``say`` every ten seconds. Raises StartFailed."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        said = time.monotonic()
-        until = max(self._begun + START_S, said + LATE_S)
+        said_at = time.monotonic()
+        until = max(self._started_at + START_S, said_at + MIN_WAIT_S)
         while self._process.poll() is None and time.monotonic() < until:
             with suppress(OSError), opener.open(f"{self.address}/health", timeout=5):
                 return
-            if time.monotonic() - said >= 10:
-                said = time.monotonic()
-                say(f"vLLM is starting, {said - self._begun:.0f} s (log: {self._log})")
+            if time.monotonic() - said_at >= 10:
+                said_at = time.monotonic()
+                say(f"vLLM is starting, {said_at - self._started_at:.0f} s (log: {self._log})")
             time.sleep(0.2)
         end = self._log.read_text(errors="replace").splitlines()[-15:]
         status = self._process.poll()
@@ -142,14 +142,14 @@ class Server:
         raise StartFailed("\n".join([f"vLLM {what}. The end of {self._log}:", *end]))
 
     def end(self) -> None:
-        """Ends the server and what it started: a process group of its own."""
+        """End the server's process group."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
         give_up_at = time.monotonic() + GROUP_END_S
-        with suppress(ProcessLookupError):  # raised once the last of the group is gone
+        with suppress(ProcessLookupError):  # raised once the group has no process any more
             while time.monotonic() < give_up_at:
                 os.killpg(self._process.pid, 0)
                 time.sleep(0.02)
@@ -163,12 +163,12 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serves a model folder with vLLM; further arguments go to vLLM.")
+    parser = argparse.ArgumentParser(description="Serve a model folder with vLLM; other arguments go to vLLM.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, default=8000)
-    asked, further = parser.parse_known_args()
-    with suppress(KeyboardInterrupt), start_vllm(asked.model, *further, port=asked.port) as address:
-        print(f"serving {asked.model} as {NAME!r} at {address}", flush=True)
+    options, vllm_arguments = parser.parse_known_args()
+    with suppress(KeyboardInterrupt), start_vllm(options.model, *vllm_arguments, port=options.port) as address:
+        print(f"serving {options.model} as {NAME!r} at {address}", flush=True)
         signal.pause()
 
 

@@ -1,11 +1,11 @@
-"""Checks that no file of the repository holds an address or a path of one particular machine.
+"""Check that no file of the repository contains an address or a path of a particular machine.
 
-* No file names a package registry: locks must install from whichever registry the user has.
+* No file names a package registry: locks must install from the user's own registry.
 * No file names a home or work directory of a machine.
-* No file holds an address outside the loopback and documentation ranges, but for the customary 10.0.0.1. A pinned
-  version, ``==13.4.1.3``, is none.
+* No file contains an IP address outside the loopback and documentation ranges, except the customary 10.0.0.1. A pinned
+  version such as ``==13.4.1.3`` is not an address.
 
-Prints each finding as ``file:line: what: text`` and ends with status 1 if there is one.
+Prints each finding as ``file:line: what: text``; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def files() -> list[Path]:
-    """Every file that is tracked, or would be if it were added."""
+    """Return every file that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -47,7 +47,7 @@ def files() -> list[Path]:
 
 
 def findings(path: Path) -> list[Finding]:
-    """What is wrong in one file; a file that is no UTF-8 text has nothing to say."""
+    """Return the findings in one file; a file that is not UTF-8 text has none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -61,10 +61,10 @@ def findings(path: Path) -> list[Finding]:
 
 
 def main() -> int:
-    found = [finding for path in files() for finding in findings(path)]
-    for finding in found:
+    all_findings = [finding for path in files() for finding in findings(path)]
+    for finding in all_findings:
         sys.stdout.write(f"{finding.file}:{finding.line}: {finding.what}: {finding.text}\n")
-    return 1 if found else 0
+    return 1 if all_findings else 0
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 #!/bin/sh
 # Writes requirements/*.txt from pyproject.toml: every package pinned and hashed, for Python 3.11 to 3.14 on any
-# platform, with no address of a registry inside. Pins that still fit are kept; `sh scripts/lock.sh --upgrade` moves them.
-# uvicorn-floor.txt is the oldest uvicorn that the services take; the tests run them with it, and with the locked one.
-# vllm.txt stands apart: its own inputs beside pyproject.toml, and one Python on one platform. Locked for that platform
-# alone, because intel-openmp's wheels disagree about what they need and a lock for all platforms asks the wrong one.
+# platform, without the address of a registry. Pins that still fit are kept; `sh scripts/lock.sh --upgrade` updates them.
+# uvicorn-floor.txt is the oldest uvicorn that the services support; tests run the services with it and with the locked
+# one. vllm.txt has its own inputs beside pyproject.toml, and is locked for one Python on one platform: the metadata of
+# intel-openmp's wheels differ between platforms, and a lock for all platforms would use the wrong one.
 set -eu
 
 cd "$(dirname "$0")/.."
 uv=$(command -v uv || printf '%s' .venv/bin/uv)
 
-# output, input, then what it covers. Pins of all.txt bind the others but vllm and the floor, so that the four agree.
+# Arguments: output, input, options. The pins of all.txt constrain the others except vllm and uvicorn-floor.
 compile() {
     out=requirements/$1.txt
     shift
@@ -21,7 +21,7 @@ compile() {
 compile all pyproject.toml --universal --extra all "$@"
 compile base pyproject.toml --universal --constraint requirements/all.txt
 compile reasoning-gym pyproject.toml --universal --extra reasoning-gym --constraint requirements/all.txt
-# Development without reasoning-gym: that one alone needs a C compiler.
+# Development without reasoning-gym, the only package that needs a C compiler.
 compile dev pyproject.toml --universal --extra worker --extra docker --extra wasm --extra renderers --extra math --extra server --extra plots \
     --extra export --group dev --constraint requirements/all.txt "$@"
 compile vllm pyproject.toml requirements/vllm.in --override requirements/vllm-overrides.in --extra async --only-binary :all: \

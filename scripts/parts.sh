@@ -1,18 +1,18 @@
 #!/bin/sh
-# Installs the heavy parts that some tests and examples need. Safe to repeat: what is there is kept.
+# Installs the large parts that some tests and examples need. Safe to repeat: installed parts are kept.
 #
-# * What is no Python package: as root on a system with apt it installs that; otherwise it prints the command.
-# * Runtimes of sandboxes have the version that the tests run with, where the system is the tests' own, Debian 12.
-# * gVisor's runsc, from a newer suite of Debian (parts_gvisor.sh); no root needed.
-# * The oldest uvicorn that the services take, for the tests (parts_uvicorn.sh); no root needed.
-# * vLLM, torch and TRL, in an environment of their own (parts_vllm.sh); no root needed.
-# * Under CI=true a part that cannot be had is an error, because its tests must not be skipped there.
+# * System packages: installed with apt if the user is root; otherwise the command is printed.
+# * Sandbox runtimes: on Debian 12, the system of the tests, in the versions that the tests use.
+# * gVisor's runsc, from a newer suite of Debian (parts_gvisor.sh); root is not needed.
+# * The oldest uvicorn that the services support, for the tests (parts_uvicorn.sh); root is not needed.
+# * vLLM, torch and TRL, in a separate environment (parts_vllm.sh); root is not needed.
+# * With CI=true a part that cannot be installed is an error, because its tests must not be skipped there.
 set -eu
 
 cd "$(dirname "$0")/.."
 
-# A package's name for apt, with its version where this is Debian 12. The star is for Debian's own security updates: its
-# mirrors keep only the last of them.
+# Prints a package name for apt, on Debian 12 with its version. The star matches security updates, of which Debian's
+# mirrors keep only the latest.
 pinned() {
     release=$(. /etc/os-release 2>/dev/null && printf '%s' "${ID:-}-${VERSION_ID:-}") || release=
     if [ "$release" = debian-12 ]; then printf ' %s=%s*' "$1" "$2"; else printf ' %s' "$1"; fi
@@ -24,18 +24,18 @@ system_parts() {
     command -v chromium >/dev/null 2>&1 || missing="$missing chromium"
     # The default runtime of sandboxes.
     command -v bwrap >/dev/null 2>&1 || missing="$missing$(pinned bubblewrap 0.8.0)"
-    # Networks that the tests of sandboxes make for themselves.
+    # Network namespaces in the tests of sandboxes.
     command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
-    # The daemon of the runtime docker; the tests start one of their own.
+    # The daemon of the docker runtime; the tests start their own.
     command -v dockerd >/dev/null 2>&1 || missing="$missing$(pinned docker.io 20.10.24)"
-    # What reasoning-gym is built with, unless it is installed.
+    # The compiler and headers for building reasoning-gym, unless that is installed.
     if ! .venv/bin/python -c 'import reasoning_gym' >/dev/null 2>&1; then
         command -v cc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
         python=.venv/bin/python
         [ -x "$python" ] || python=${PYTHON:-python3}
         "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 ||
             missing="$missing python3-dev"
-        rm -f .venv/.headrace-setup # so that the next set-up tries again
+        rm -f .venv/.headrace-setup # so that the next setup tries again
     fi
 
     [ -n "$missing" ] || return 0
@@ -48,7 +48,7 @@ system_parts() {
         apt-get -qq install --yes --no-install-recommends $missing >/dev/null
         return
     fi
-    printf 'parts: missing:%s. Install with: sudo apt-get install%s (tests that need a missing part are skipped)\n' \
+    printf 'parts: missing:%s. Install them with: sudo apt-get install%s (tests that need a missing part are skipped)\n' \
         "$missing" "$missing" >&2
     [ "${CI:-}" != true ]
 }

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Installs runsc, the runtime of gVisor, into build/parts/gvisor: one pinned package of Debian, unpacked. Safe to repeat.
+# Installs runsc, the runtime of gVisor, into build/parts/gvisor, from one pinned Debian package. Safe to repeat.
 #
-# * That of Debian 12 is too old for newer kernels, so it comes from the suite after it. Lists, sources and cache are a
-#   private folder's: apt's own state is not changed. Mirror and keyring are those that apt uses here.
-# * The package is compared with its hash before it is unpacked. Nothing of it runs here, and no root is needed.
-# * On another architecture than amd64, or without apt and a Debian mirror, nothing is installed: the reason is said, and
-#   is an error under CI=true.
+# * The package of Debian 12 is too old for newer kernels, so it comes from the next suite. Lists, sources and cache are
+#   in a temporary folder, and apt's own state does not change. The mirror and the keyring are those of apt.
+# * The package's hash is checked before it is unpacked. None of its scripts run, and root is not needed.
+# * On other architectures than amd64, or without apt or a Debian mirror, nothing is installed: the reason is printed,
+#   and is an error with CI=true.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -16,15 +16,15 @@ SHA256=3c25a5130dfac2f71237d5baad56ac86a255de87a0400f11b36a555156dc325a
 FOLDER=build/parts/gvisor
 MARK="$FOLDER/.headrace-parts"
 
-# Ends this script: with an error where the part must be there, with a remark otherwise.
+# Ends this script with the reason why the part is not installed; with CI=true this is an error.
 leave_out() {
-    printf 'parts: no gVisor: %s\n' "$1" >&2
+    printf 'parts: gVisor is not installed: %s\n' "$1" >&2
     [ "${CI:-}" != true ] || exit 1
     printf 'parts: tests that need gVisor are skipped\n' >&2
     exit 0
 }
 
-# The URI and the keyring of the first Debian source that apt knows.
+# Prints the URI and the keyring of apt's first Debian source.
 sources() {
     cat /etc/apt/sources.list.d/*.sources 2>/dev/null |
         awk '/^URIs:/ { uri = $2 } /^Signed-By:/ { keyring = $2 }
@@ -33,10 +33,10 @@ sources() {
 }
 
 [ "$(cat "$MARK" 2>/dev/null)" != "$VERSION" ] || exit 0
-command -v apt-get >/dev/null 2>&1 && command -v dpkg-deb >/dev/null 2>&1 || leave_out "there is no apt here"
-[ "$(dpkg --print-architecture)" = amd64 ] || leave_out "the pinned package is of amd64"
+command -v apt-get >/dev/null 2>&1 && command -v dpkg-deb >/dev/null 2>&1 || leave_out "this system has no apt"
+[ "$(dpkg --print-architecture)" = amd64 ] || leave_out "the pinned package is for amd64"
 source=$(sources)
-[ -n "$source" ] || leave_out "apt knows no Debian mirror with a keyring here"
+[ -n "$source" ] || leave_out "apt has no Debian mirror with a keyring"
 
 started=$(date +%s)
 private=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Installs the oldest uvicorn that the services take into build/parts/uvicorn-floor, from its own hashed lock: a folder
-# that tests put before all others on the path. Safe to repeat.
+# Installs the oldest uvicorn that the services support into build/parts/uvicorn-floor, from its own hashed lock. Tests put
+# this folder first on the path. Safe to repeat.
 #
-# * Does nothing, quickly, when the lock is that of the last time.
-# * Where no registry can be reached the part is left out; under CI=true that is an error.
+# * Does nothing if the lock has not changed since the last time.
+# * If no package registry can be reached the part is left out; with CI=true that is an error.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -20,14 +20,14 @@ if [ -z "${UV_CACHE_DIR:-}" ] && ! mkdir -p "${XDG_CACHE_HOME:-${HOME:-/nonexist
 fi
 uv=uv
 if ! uv --version >/dev/null 2>&1; then
-    sh scripts/setup.sh # brings one
+    sh scripts/setup.sh # installs one
     uv=.venv/bin/uv
 fi
 
 rm -rf "$place"
 if ! "$uv" pip install --quiet --no-deps --require-hashes --only-binary :all: --python-version 3.11 \
     --target "$place" --requirements "$lock"; then
-    printf 'parts: no uvicorn-floor: it could not be installed. Is a Python package registry reachable?\n' >&2
+    printf 'parts: uvicorn-floor could not be installed. Is a Python package registry reachable?\n' >&2
     [ "${CI:-}" != true ] || exit 1
     printf 'parts: tests that need it are skipped\n' >&2
     exit 0

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes build/parts/vllm: the real vLLM for CPUs, torch and TRL, with Headrace beside them, from its own hashed lock.
+# Makes build/parts/vllm: an environment with vLLM for CPUs, torch, TRL and Headrace, from its own hashed lock.
 #
-# * Does nothing, quickly, when lock, project file and place are those of the last time.
-# * Says size and time, and checks the free disk, before it fetches anything.
-# * Needs no root, but Python 3.11 (this vLLM takes none newer) on Linux x86-64. Where that is missing it says so and
-#   leaves the part out; under CI=true that is an error, because its tests must not be skipped there.
+# * Does nothing if the lock, the project file and the path have not changed since the last time.
+# * Prints size and duration, and checks the free disk space, before it downloads anything.
+# * Root is not needed. Needs Python 3.11 (this vLLM supports none newer) on Linux x86-64; otherwise it prints the reason
+#   and leaves the part out. With CI=true that is an error, because its tests must not be skipped there.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -14,21 +14,21 @@ stamp=$place/.headrace-parts
 log=build/parts/vllm.log
 size_gb=6
 
-# Ends this script: with an error where the part must be there, with a remark otherwise.
+# Ends this script with the reason why the part is not installed; with CI=true this is an error.
 leave_out() {
-    printf 'parts: no vLLM: %s\n' "$1" >&2
+    printf 'parts: vLLM is not installed: %s\n' "$1" >&2
     [ "${CI:-}" != true ] || exit 1
     printf 'parts: tests and examples that need vLLM or torch are skipped\n' >&2
     exit 0
 }
 
-# A venv holds absolute paths, so a moved checkout needs a new one.
+# A venv contains absolute paths, so a moved checkout needs a new one.
 fingerprint() {
     pwd
     cksum "$lock" pyproject.toml
 }
 
-# The nearest parent of $1 that exists must have room.
+# Checks the free space of $1, or of its nearest parent that exists.
 check_disk() {
     folder=$1
     while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
@@ -50,7 +50,7 @@ if [ -z "${UV_CACHE_DIR:-}" ]; then
 fi
 uv=uv
 if ! uv --version >/dev/null 2>&1; then
-    sh scripts/setup.sh # brings one
+    sh scripts/setup.sh # installs one
     uv=.venv/bin/uv
 fi
 python=$("$uv" python find --system --no-python-downloads 3.11 2>/dev/null) ||
@@ -70,7 +70,7 @@ printf 'parts: installing vLLM into %s: %s GB on disk, 1 to 5 minutes the first 
     "$place" "$size_gb" "$log" >&2
 mkdir -p build/parts
 rm -f "$stamp"
-set +e # `install` stops at its first error because it runs in a shell of its own, not as a condition
+set +e # `install` runs in a subshell with `set -e`, so it still stops at its first error
 (set -e; install) >"$log" 2>&1 &
 installing=$!
 trap 'kill "$installing" 2>/dev/null' INT TERM
@@ -85,7 +85,7 @@ status=$?
 set -e
 if [ "$status" != 0 ]; then
     tail -n 5 "$log" >&2
-    leave_out "it could not be installed. Is a Python package registry reachable? All of it: $log"
+    leave_out "the installation failed. Is a Python package registry reachable? See $log"
 fi
 fingerprint >"$stamp"
 printf 'parts: vLLM installed in %s s\n' "$waited" >&2

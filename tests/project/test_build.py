@@ -81,7 +81,7 @@ def test_set_up_does_nothing_if_it_is_up_to_date(tmp_path: Path) -> None:
 def test_set_up_without_a_supported_python_prints_one_line(tmp_path: Path) -> None:
     result = _set_up(tmp_path, {"python3": STATIC}, PYTHON="/nonexistent/python")
     assert result.returncode == 1
-    assert result.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+    assert result.stderr == "setup: PYTHON=/nonexistent/python is not a Python 3.11 to 3.14.\n"
 
 
 STATIC: dict[str, bool] = {}
@@ -102,7 +102,7 @@ def test_set_up_chooses_a_faster_interpreter_than_the_first_and_says_so(
     result = _set_up(tmp_path, programs)
     assert _chosen(tmp_path, result) == chosen
     (notice,) = (line for line in result.stderr.splitlines() if "a faster build" in line)
-    assert notice.endswith(f"{chosen}, a faster build than python3; make setup PYTHON=python3 takes that one")
+    assert notice.endswith(f"{chosen}, a faster build than python3; to use that one: make setup PYTHON=python3")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_parts_without_the_python_of_vllm_print_a_message_and_fail_under_ci(
 ) -> None:
     result = _parts_of_vllm(tmp_path, CI=ci)
     assert (result.returncode, result.stderr.splitlines()[1:]) == (status, consequence)
-    assert result.stderr.startswith("parts: no vLLM: it needs Python 3.11. Install one (uv python install 3.11)")
+    assert result.stderr.startswith("parts: vLLM is not installed: it needs Python 3.11. Install one (uv python install ")
 
 
 def test_parts_of_vllm_check_the_free_disk_space_first(tmp_path: Path) -> None:

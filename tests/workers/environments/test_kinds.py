@@ -35,7 +35,7 @@ def test_a_turn_earns_its_share_of_characters_that_are_of_the_kind() -> None:
 def test_an_answer_with_the_requested_characters_earns_everything() -> None:
     game = Kinds(turns=3)
     game.reset(0)
-    assert played(0, *[KINDS[kind][-1] * 8 for kind in game.asked]) == [1.0, 1.0, 1.0]
+    assert played(0, *[KINDS[kind][-1] * 8 for kind in game.requests]) == [1.0, 1.0, 1.0]
 
 
 def test_more_characters_than_asked_for_earn_nothing() -> None:
