@@ -104,17 +104,15 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="file from which a restart continues (default: none)")
     parser.add_argument("--zero-advantages", action="store_true", help="keep the weights, as a control")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
-    options = parser.parse_args()
+    args = parser.parse_args()
     try:
-        with Client(options.url, learner=f"learner-{options.run}") as client:
-            for step in train(
-                client, options.run, options.policy, options.versions, options.checkpoint, options.zero_advantages
-            ):
-                print(json.dumps(step) if options.json else TEXT.format(**step), flush=True)
+        with Client(args.url, learner=f"learner-{args.run}") as client:
+            for step in train(client, args.run, args.policy, args.versions, args.checkpoint, args.zero_advantages):
+                print(json.dumps(step) if args.json else TEXT.format(**step), flush=True)
     except HeadraceError as error:
         raise SystemExit(str(error)) from error
     except (urllib.error.URLError, ConnectionError) as error:
-        raise SystemExit(f"The policy at {options.policy} does not answer: {error}") from error
+        raise SystemExit(f"The policy at {args.policy} does not answer: {error}") from error
 
 
 if __name__ == "__main__":

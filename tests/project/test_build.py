@@ -221,7 +221,7 @@ def test_parts_without_the_python_of_vllm_print_a_message_and_fail_under_ci(
 ) -> None:
     result = _parts_of_vllm(tmp_path, CI=ci)
     assert (result.returncode, result.stderr.splitlines()[1:]) == (status, consequence)
-    assert result.stderr.startswith("parts: vLLM is not installed: it needs Python 3.11. Install one (uv python install ")
+    assert result.stderr.startswith("parts: vLLM is not installed: it needs Python 3.11. Install one (uv ")
 
 
 def test_parts_of_vllm_check_the_free_disk_space_first(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ async def test_g18_a_step_that_holds_the_interpreter_neither_loses_its_lease_nor
     async with orchestrating() as stub:
         stub.queue = [attempt(0, "test:Heavy")]
         settings = WorkerSettings(name="worker-1", orchestrator=stub.url, slots=8, grace_s=60.0)
-        worker = Worker(settings, its_tools, time.monotonic)
+        worker = Worker(settings, its_tools)
         running = asyncio.create_task(worker.run())
         try:
             async with asyncio.timeout(60):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.wire import messages
-from headrace_workers.worker import worker as module
+from headrace_workers.worker import attempts as module
 from headrace_workers.worker.episode_duration import EpisodeDuration
 from headrace_workers.worker.spool import Spool, SpoolEntry
 from headrace_workers.worker.submitter import Submitter

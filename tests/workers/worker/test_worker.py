@@ -61,7 +61,7 @@ async def working(
 ) -> AsyncIterator[Started]:
     its_tools = tools(policy or Script(say("x")), environment, time.monotonic)
     values = {"name": "worker-1", "orchestrator": stub.url, "slots": 8, "grace_s": 10.0} | settings
-    worker = Worker(WorkerSettings(**values), its_tools, time.monotonic)
+    worker = Worker(WorkerSettings(**values), its_tools)
     task = asyncio.create_task(worker.run())
     try:
         yield Started(worker, task)

@@ -1,7 +1,7 @@
-"""LoRA adapters of the tiny policy: each is another weight vector with its own name, loaded as vLLM loads them.
+"""LoRA adapters of the tiny policy: each is another weight vector with its own name, loaded as in vLLM.
 
-* A folder is refused, and changes nothing, unless PEFT could have written it and it holds a weight vector.
-* A name that is in use is not replaced; running requests keep the adapter that they began with.
+* A folder is refused, and changes nothing, unless it has PEFT's layout and contains a weight vector.
+* A name that is in use is not replaced; running requests keep the adapter with which they started.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TinyPolicyAdapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, request: AdapterRequest) -> str:
-        """Forget a name. Raises NotFound."""
+        """Remove an adapter. Raises NotFound."""
         if self._loaded.pop(request.lora_name, None) is None:
             raise NotFound(f"The lora adapter '{request.lora_name}' cannot be found.")
         return f"Success: LoRA adapter '{request.lora_name}' removed successfully."

@@ -19,7 +19,7 @@ BACKLOG = 2048
 
 @click.command("tiny-policy", short_help="Serve a small policy that learns on a CPU.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8471, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("--port", default=8471, show_default=True, help="Port to listen on; 0: a free one.")
 @click.option("--seed", default=0, show_default=True, help="Seed of answers to requests without one.")
 @click.option("--model", default="policy", show_default=True, help="Model name that requests must carry.")
 @click.option("--slow-s", default=0.0, show_default=True, help="Wait before each answer, in seconds.")

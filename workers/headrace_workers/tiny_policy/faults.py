@@ -1,6 +1,6 @@
 """Faults of the tiny policy that tests can request: slow, failing, stalling or false answers.
 
-* Each mode does what its name says and nothing else; without settings the server is honest.
+* Each setting causes only the fault that it names; without settings the answers are correct.
 * New settings replace all old ones and restart their counts.
 * A false token is at position 4, or at the last position of a shorter answer.
 """
@@ -16,16 +16,15 @@ import msgspec
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Version
 from headrace.wire.policy_server import CLAMPED_LOGPROB
-from headrace_workers.renderers.bytes_renderer import ASSISTANT, VOCAB_SIZE
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, END, VOCAB_SIZE
+from headrace_workers.tiny_policy.messages import AnswerData
+from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, end_generation
 
 LIE_POSITION = 4
 """Position of a falsified token."""
 
 TOO_MANY = 10_000
 """Tokens of an answer that exceeds the requested length."""
-
-AnswerData = dict[str, Any]
-"""One choice of a completion, as JSON-able data."""
 
 
 class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,9 +56,9 @@ class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lie: str = ""
     """Part of the answer to falsify: a key of ``LIES``. Empty: nothing."""
     lie_after: int = 0
-    """Honest answers before the first lie."""
+    """Number of correct answers before the first lie."""
     lie_times: int = -1
-    """Number of lies. -1: no end."""
+    """Number of lies. -1: unlimited."""
     reply: str | None = None
     """Fixed answer to every prompt; each of its tokens has log-probability 0."""
     script: list[str] = []
@@ -89,21 +88,21 @@ class FaultInjector:
     def set(self, settings: FaultSettings) -> None:
         """Apply new settings. Raises InvalidRequest for an unknown lie."""
         if settings.lie and settings.lie not in LIES:
-            raise InvalidRequest(f"No lie {settings.lie!r}.", hint=f"Known: {', '.join(LIES)}.")
+            raise InvalidRequest(f"Unknown lie {settings.lie!r}.", hint=f"The known lies are {', '.join(LIES)}.")
         self.settings = settings
-        self._asked = 0
-        self._answered = 0
+        self._requests = 0
+        self._answers = 0
         self._loads = 0
-        self._calm = settings == FaultSettings()
+        self._is_honest = settings == FaultSettings()
 
     def next_fault(self) -> RequestFault:
         """The faults of the current request."""
-        if self._calm:
+        if self._is_honest:
             return _NO_FAULT
         settings = self.settings
-        self._asked += 1
-        fail = self._asked <= settings.fail_next or _each(settings.fail_every, self._asked)
-        stall = self._asked <= settings.stall_next or _each(settings.stall_every, self._asked)
+        self._requests += 1
+        fail = self._requests <= settings.fail_next or _each(settings.fail_every, self._requests)
+        stall = self._requests <= settings.stall_next or _each(settings.stall_every, self._requests)
         return RequestFault(
             fail, settings.slow_s + (settings.stall_s if stall else 0.0), "" if fail else self._next_lie()
         )
@@ -117,10 +116,10 @@ class FaultInjector:
         return ("", settings.load_s) if settings.load == "late" else (settings.load, 0.0)
 
     def _next_lie(self) -> str:
-        self._answered += 1
-        lies_before = self._answered - 1 - self.settings.lie_after
-        told_enough = 0 <= self.settings.lie_times <= lies_before
-        return "" if lies_before < 0 or told_enough else self.settings.lie
+        self._answers += 1
+        lies_before = self._answers - 1 - self.settings.lie_after
+        is_over = 0 <= self.settings.lie_times <= lies_before
+        return "" if lies_before < 0 or is_over else self.settings.lie
 
 
 _NO_FAULT = RequestFault(False, 0.0, "")
@@ -202,7 +201,7 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
     "garbage": lambda body: b"<html>proxy error</html>",
     "cut-short": lambda body: body[: len(body) // 2],
 }
-"""Lies about the whole answer: functions that corrupt its bytes."""
+"""Lies that corrupt the bytes of the whole answer."""
 
 LIES: dict[str, Callable[[AnswerData], None]] = {
     **dict.fromkeys(SPOILS, _unchanged),
@@ -227,5 +226,22 @@ LIES: dict[str, Callable[[AnswerData], None]] = {
     "stop-overrun": _unchanged,
     "stop-overrun-short-logprobs": _short_logprobs,
 }
-"""Every lie by name. ``negative-zeros`` is true: forced tokens are reported as -0.0. ``wrong-version`` names the
+"""Every lie by name. ``negative-zeros`` is not false: it reports forced tokens as -0.0. ``wrong-version`` names the
 version after the one that answered."""
+
+
+def overrun(generation: Generation, sampling: SamplerSettings) -> Generation:
+    """Return the text up to the stop string, but the ids of all sampled tokens without the end-of-turn token."""
+    stopped = end_generation(generation.token_ids, generation.logprobs, sampling)
+    ids = [token for token in generation.token_ids if token != END]
+    return stopped._replace(token_ids=ids, logprobs=generation.logprobs[: len(ids)])
+
+
+def falsify(lie: str, answer: dict[str, Any], prompt: list[int]) -> None:
+    """Falsify each choice of an answer."""
+    for choice in answer["choices"]:
+        if choice["prompt_token_ids"] is not None:
+            choice["prompt_token_ids"] = prompt
+        if choice["logprobs"] is not None:
+            choice["logprobs"]["token_logprobs"] = list(choice["logprobs"]["token_logprobs"])
+        LIES[lie](choice)

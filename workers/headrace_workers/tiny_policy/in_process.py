@@ -31,12 +31,12 @@ class LocalTinyPolicy:
             generations, version = self.policy.generate(request.prompt, sampling, seed=request.sampling.seed)
         except RequestError as error:
             raise PolicyFailure(str(error), kind="request-refused", retryable=False) from error
-        made = generations[0]
+        generation = generations[0]
         return Sample(
-            token_ids=made.token_ids,
-            logprobs=made.logprobs,
-            finish_reason=made.finish_reason,
-            versions=one_version(len(made.token_ids), version),
+            token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            finish_reason=generation.finish_reason,
+            versions=one_version(len(generation.token_ids), version),
         )
 
 

@@ -2,15 +2,28 @@
 
 * A request of either route is read into one struct; unused fields are ignored, as in vLLM.
 * An answer of the generate route is a converted completion, so a fault appears in both.
+* Sampling parameters are checked as in vLLM; only the generate route reduces ``max_tokens`` to the context.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.errors import InvalidRequest
+from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings
+
+MAX_MODEL_LEN = 131072
+"""Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as in vLLM."""
+
+MAX_N = 256
+"""Most answers to one request."""
+
+AnswerData = dict[str, Any]
+"""One choice of a completion, as JSON-able data."""
 
 
 class TinyPolicyRequest(msgspec.Struct, kw_only=True):
@@ -31,6 +44,10 @@ class TinyPolicyRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
+class GenerateRequest(TinyPolicyRequest, kw_only=True):
+    """A request of the generate route: it always gets token ids, and ``max_tokens`` is reduced to the context."""
+
+
 class _GenerateSampling(msgspec.Struct, kw_only=True):
     max_tokens: int | None = 16
     n: int = 1
@@ -43,7 +60,7 @@ class _GenerateSampling(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class _GenerateRequest(msgspec.Struct, kw_only=True):
+class _GenerateBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     token_ids: msgspec.Raw
     sampling_params: _GenerateSampling
@@ -52,7 +69,8 @@ class _GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 _decode_completion = msgspec.json.Decoder(TinyPolicyRequest).decode
-_decode_generate = msgspec.json.Decoder(_GenerateRequest).decode
+_decode_generate = msgspec.json.Decoder(_GenerateBody).decode
+_decode_prompt = msgspec.json.Decoder(list[int]).decode
 
 
 def read_completion(body: bytes) -> TinyPolicyRequest:
@@ -63,19 +81,89 @@ def read_completion(body: bytes) -> TinyPolicyRequest:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
 
 
-def read_generate(body: bytes) -> TinyPolicyRequest:
+def read_generate(body: bytes) -> GenerateRequest:
     """Read a request of ``/inference/v1/generate``. Raises InvalidRequest."""
     try:
-        asked = _decode_generate(body)
+        request = _decode_generate(body)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
-    return TinyPolicyRequest(
-        model=asked.model or "",
-        prompt=asked.token_ids,
-        return_token_ids=asked.return_token_ids,
-        stream=asked.stream,
-        **msgspec.structs.asdict(asked.sampling_params),
+    return GenerateRequest(
+        model=request.model or "",
+        prompt=request.token_ids,
+        return_token_ids=request.return_token_ids,
+        stream=request.stream,
+        **msgspec.structs.asdict(request.sampling_params),
     )
+
+
+def read_prompt(raw: msgspec.Raw) -> list[int]:
+    """Read the token ids of a prompt. Raises InvalidRequest."""
+    try:
+        return _decode_prompt(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The prompt must be a list of token ids: {error}.") from error
+
+
+def sampler_settings(request: TinyPolicyRequest, prompt_length: int) -> SamplerSettings:
+    """Read the sampling parameters of a request. Raises InvalidRequest."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    limit = max_tokens if isinstance(request, GenerateRequest) else MAX_MODEL_LEN
+    checks = {
+        "stream": (not request.stream, "streaming is not supported"),
+        "temperature": (temperature >= 0, "it must be 0 or more"),
+        "top_p": (0 < top_p <= 1, "it must be above 0 and at most 1"),
+        "max_tokens": (1 <= max_tokens <= limit, f"it must be 1 to {MAX_MODEL_LEN}"),
+        "prompt": (1 <= prompt_length < MAX_MODEL_LEN, f"it must have 1 to {MAX_MODEL_LEN - 1} tokens"),
+        "n": (1 <= request.n <= MAX_N, f"it must be 1 to {MAX_N}"),
+        "logprobs": ((request.logprobs or 0) >= -1, "it must be -1 or more"),
+    }
+    for name, (is_valid, problem) in checks.items():
+        if not is_valid:
+            raise InvalidRequest(f"{name}: {problem}.", param=name)
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    room = min(max_tokens, MAX_MODEL_LEN - prompt_length)
+    return SamplerSettings(temperature, top_p, room, stop, request.stop_token_ids or ())
+
+
+def completion_choice(
+    index: int,
+    generation: Generation,
+    request: TinyPolicyRequest,
+    version: str,
+    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | None,
+) -> AnswerData:
+    """Make one choice of an answer of ``/v1/completions``."""
+    token_ids = generation.token_ids
+    return {
+        "index": index,
+        "text": generation.text,
+        "logprobs": _logprobs(generation) if request.logprobs is not None else None,
+        "finish_reason": generation.finish_reason,
+        "stop_reason": generation.stop_reason,
+        "token_ids": token_ids if request.return_token_ids or isinstance(request, GenerateRequest) else None,
+        "prompt_logprobs": prompt_logprobs,
+        # The original bytes: an echo needs no decoding.
+        "prompt_token_ids": request.prompt if request.return_token_ids else None,
+        "weight_versions": [{"version": version, "start": 0, "end": len(token_ids)}] if token_ids else [],
+    }
+
+
+def prompt_logprobs_field(
+    prompt: Sequence[int], logprobs: Sequence[float | None]
+) -> list[dict[int, dict[str, Any]] | None]:
+    """Format the logprobs of a prompt's tokens as vLLM does."""
+    return [
+        None if logprob is None else {token: {"logprob": logprob, "rank": None, "decoded_token": None}}
+        for token, logprob in zip(prompt, logprobs, strict=True)
+    ]
+
+
+def _logprobs(generation: Generation) -> dict[str, Any]:
+    tokens = [chr(token) if token < 128 else "" for token in generation.token_ids]
+    offsets = list(itertools.accumulate((len(token) for token in tokens[:-1]), initial=0))
+    return {"text_offset": offsets, "token_logprobs": generation.logprobs, "tokens": tokens, "top_logprobs": None}
 
 
 def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +196,7 @@ def _generate_logprobs(token_ids: list[int] | None, logprobs: dict[str, Any] | N
     if logprobs is None:
         return None
     values = logprobs["token_logprobs"]
-    ids = [*(token_ids or ()), *[0] * len(values)]  # a lie may give more of one than of the other
+    ids = [*(token_ids or ()), *[0] * len(values)]  # with a lie their numbers may differ
     return {
         "content": [
             {

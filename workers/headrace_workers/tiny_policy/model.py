@@ -2,7 +2,7 @@ r"""The model: a softmax over the possible answers to a situation; pure numpy.
 
 * Weights are one flat float64 vector; all zeros is version 0.0, which answers uniformly.
 * Log-probabilities are those of an autoregressive policy over bytes: an answer's tokens sum to its log-probability.
-* A byte that has no alternative is forced and has log-probability exactly 0.
+* A byte without an alternative is forced and has log-probability exactly 0.
 * The gradient of ``log_prob`` is exact.
 
 Layout of the vector, in this order:
@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 PromptOrSituation = Sequence[int] | npt.NDArray[np.int32]
 
 BUMPS = 17
-"""Bumps over the interval, evenly spaced from end to end; odd, so that one is in the middle."""
+"""Bumps over the interval, evenly spaced from end to end; an odd number, so one is in the middle."""
 
 BUMP_WIDTH = 0.08
 """Standard deviation of a bump, relative to the interval: a little more than their distance, so they overlap."""
@@ -61,7 +61,7 @@ SIZE = UNKNOWN_PROMPT.stop
 """Length of the weight vector."""
 
 MAX_INTERVAL = 1000
-"""Widest interval with an answer for each number; of a wider one the policy uses the middle part."""
+"""Widest interval with an answer for each number; in a wider one the policy uses the middle part."""
 
 
 class PossibleAnswers(NamedTuple):
@@ -99,12 +99,12 @@ class Model:
         """Gradient of ``log_prob`` with respect to the weights, f64[SIZE]."""
         choice = choice_for(read_situation(prompt_text(prompt)))
         log_p = _log_softmax(choice.logits(self.weights))
-        chosen = _consistent(choice, sampled)
-        among = np.exp(_log_softmax(log_p[chosen]))
+        matching = _consistent(choice, sampled)
+        shares = np.exp(_log_softmax(log_p[matching]))
         gradient = np.zeros(SIZE)
         width = choice.features.shape[1]
         gradient[choice.start : choice.start + width] = (
-            among @ choice.features[chosen] - np.exp(log_p) @ choice.features
+            shares @ choice.features[matching] - np.exp(log_p) @ choice.features
         )
         return gradient
 
@@ -160,14 +160,18 @@ def _boxed(answer: object) -> bytes:
 
 
 def _consistent(choice: PossibleAnswers, sampled: PromptOrSituation) -> npt.NDArray[np.intp]:
-    """A mask of the answers that begin with the sampled ids."""
+    """Indices of the answers that begin with the sampled ids. Raises InvalidRequest if there are none."""
     ids = [int(token) for token in sampled]
-    whole = bool(ids) and ids[-1] == END
-    text = bytes(ids[:-1] if whole else ids)
-    found = [at for at, answer in enumerate(choice.texts) if (answer == text if whole else answer.startswith(text))]
-    if not found:
-        raise InvalidRequest(f"No answer that this policy gives here begins with the sampled ids {ids}.")
-    return np.array(found)
+    is_complete = bool(ids) and ids[-1] == END
+    text = bytes(ids[:-1] if is_complete else ids)
+    matching = [
+        index
+        for index, answer in enumerate(choice.texts)
+        if (answer == text if is_complete else answer.startswith(text))
+    ]
+    if not matching:
+        raise InvalidRequest(f"None of this policy's answers to the prompt begins with the sampled ids {ids}.")
+    return np.array(matching)
 
 
 def _log_softmax(logits: Floats) -> Floats:

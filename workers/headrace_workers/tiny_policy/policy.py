@@ -67,7 +67,7 @@ class TinyPolicy:
             if len(loaded.answers) >= MAX_CACHED_SITUATIONS:
                 loaded.answers.clear()
             answers = loaded.answers[situation] = WeightedAnswers(choice_for(situation), loaded.model.weights)
-        # The prompt is part of the seed: an episode that sends one seed at every turn must not draw the same each time.
+        # The prompt is part of the seed, so an episode that sends the same seed at every turn gets different answers.
         seeded = None if seed is None else (zlib.crc32(text.encode()) << 64) ^ (seed & (1 << 64) - 1)
         generations = []
         for index in range(count):

@@ -1,10 +1,10 @@
 """Sampling from a choice of answers, byte by byte, as an engine would.
 
-* The probability of each byte is the mass of the answers that continue with it, over the mass of those still possible.
-* Temperature and top_p act on each byte; 0 is greedy, ties go to the lowest id.
+* The probability of each byte is the mass of the answers that continue with it, over the mass of the remaining answers.
+* Temperature and top_p apply to each byte; temperature 0 is greedy, and picks the lowest id of equally likely ones.
 * Log-probabilities are raw: those of the policy itself, before temperature and top_p, as vLLM reports by default.
 * Ids, text and log-probabilities end together: the token that ends a turn or completes a stop string is the last one.
-* Text leaves out the end-of-turn token, a stop token, and a stop string with all after it.
+* The text does not include the end-of-turn token, a stop token, or a stop string.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Generation(NamedTuple):
 
 
 class WeightedAnswers:
-    """Possible answers under given weights, ready to be sampled from."""
+    """Distribution over the possible answers under given weights."""
 
     def __init__(self, choice: PossibleAnswers, weights: Floats) -> None:
         logits = choice.logits(weights)
@@ -90,22 +90,22 @@ class WeightedAnswers:
         return possible[0]
 
     def _logprobs(self, answer: int) -> list[float]:
-        known = self._logprobs_of.get(answer)
-        if known is not None:
-            return known
-        found = []
+        cached = self._logprobs_of.get(answer)
+        if cached is not None:
+            return cached
+        logprobs = []
         possible = list(range(len(self._ids)))
         total = math.fsum(self._masses)
         for position, token in enumerate(self._ids[answer]):
             branches = self._branches(possible, position)
             mass, possible = branches[token]
-            found.append(0.0 if len(branches) == 1 else min(0.0, math.log(mass / total)))
+            logprobs.append(0.0 if len(branches) == 1 else min(0.0, math.log(mass / total)))
             total = mass
-        self._logprobs_of[answer] = found
-        return found
+        self._logprobs_of[answer] = logprobs
+        return logprobs
 
     def _branches(self, possible: list[int], position: int) -> dict[int, tuple[float, list[int]]]:
-        """Group the answers by their next token: their mass and the answers."""
+        """Group the answers by their next token; return the mass and the answers of each group."""
         by_token: dict[int, list[int]] = {}
         for answer in possible:
             by_token.setdefault(self._ids[answer][position], []).append(answer)
@@ -151,9 +151,9 @@ def _tempered(masses: dict[int, float], sampling: SamplerSettings) -> dict[int, 
     highest = max(masses.values())
     powers = {token: (mass / highest) ** (1 / sampling.temperature) for token, mass in masses.items()}
     kept: dict[int, float] = {}
-    wanted = sampling.top_p * math.fsum(powers.values())
+    kept_mass = sampling.top_p * math.fsum(powers.values())
     for token in sorted(powers, key=lambda token: (-powers[token], token)):
         kept[token] = powers[token]
-        if math.fsum(kept.values()) >= wanted:
+        if math.fsum(kept.values()) >= kept_mass:
             break
     return kept

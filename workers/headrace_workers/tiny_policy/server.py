@@ -1,6 +1,6 @@
 """The tiny policy over HTTP: vLLM's completions protocol, as raw ASGI for speed.
 
-* ``POST /v1/completions`` takes prompt token ids and gives token ids, log-probabilities and weight versions.
+* ``POST /v1/completions`` takes prompt token ids and returns token ids, log-probabilities and weight versions.
 * ``POST /inference/v1/generate`` does the same in vLLM's format of that route.
 * Errors have vLLM's format: 400 for an invalid request, 404 for another model.
 * ``POST /weights`` replaces all weights, and only then confirms their version.
@@ -33,16 +33,27 @@ from headrace.wire import policy_server
 from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.adapters import TinyPolicyAdapters
 from headrace_workers.tiny_policy.faults import (
-    LIES,
     SPOILS,
     STOP_OVERRUNS,
-    AnswerData,
     FaultInjector,
     FaultSettings,
     RequestFault,
+    falsify,
+    overrun,
 )
-from headrace_workers.tiny_policy.messages import TinyPolicyRequest, generate_answer, read_completion, read_generate
-from headrace_workers.tiny_policy.model import SIZE, Model
+from headrace_workers.tiny_policy.messages import (
+    MAX_MODEL_LEN,
+    GenerateRequest,
+    TinyPolicyRequest,
+    completion_choice,
+    generate_answer,
+    prompt_logprobs_field,
+    read_completion,
+    read_generate,
+    read_prompt,
+    sampler_settings,
+)
+from headrace_workers.tiny_policy.model import SIZE
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.prompt_logprobs import prompt_logprobs
 from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, end_generation
@@ -55,17 +66,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 VERSION_HEADER = "x-weight-version"
 """Header with the version of the weights in a body of ``/weights``."""
 
-MAX_MODEL_LEN = 131072
-"""Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as vLLM does."""
-
 SAMPLING_ROUTES = (policy_server.COMPLETIONS, policy_server.GENERATE)
 
-MAX_N = 256
-"""Most answers to one request."""
-
-
 ABORTED = Generation([], [], "", policy_server.ABORTED, None)
-"""The answer to a request that a pause ended."""
+"""The answer to a request that a pause aborted."""
 
 
 class ClientGoneError(Exception):
@@ -73,7 +77,6 @@ class ClientGoneError(Exception):
 
 
 _decode_abort = msgspec.json.Decoder(policy_server.AbortRequests).decode
-_decode_prompt = msgspec.json.Decoder(list[int]).decode
 _decode_misbehaviour = msgspec.json.Decoder(FaultSettings).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -81,14 +84,14 @@ _encode = msgspec.json.Encoder().encode
 class TinyPolicyServer:
     """The ASGI application."""
 
-    def __init__(self, policy: TinyPolicy, misbehaving: FaultInjector, *, model: str = "policy") -> None:
+    def __init__(self, policy: TinyPolicy, faults: FaultInjector, *, model: str = "policy") -> None:
         self._policy = policy
-        self._misbehaving = misbehaving
+        self._faults = faults
         self._model = model
         self._engine = Engine(policy)
         self._adapters = TinyPolicyAdapters(model, policy)
         self._live: dict[str, asyncio.Event] = {}
-        """Events by request id, set when the request is to end."""
+        """Events by request id; setting one aborts the request."""
         self._finished = 0
         self._sampled_tokens = 0
         self._numbers = itertools.count(1)
@@ -106,7 +109,7 @@ class TinyPolicyServer:
             ("GET", "/weights"): self._get_weights,
             ("POST", "/weights"): self._post_weights,
             ("GET", "/metrics"): self._metrics,
-            ("GET", "/misbehave"): lambda scope, body: _json(msgspec.structs.asdict(self._misbehaving.settings)),
+            ("GET", "/misbehave"): lambda scope, body: _json(msgspec.structs.asdict(self._faults.settings)),
             ("POST", "/misbehave"): self._misbehave,
         }
 
@@ -117,7 +120,7 @@ class TinyPolicyServer:
         body = await _read(receive)
         try:
             if scope["path"] in SAMPLING_ROUTES and scope["method"] == "POST":
-                await _answer(send, 200, await self._sampled(scope, body, receive))
+                await _answer(send, 200, await self._sample(scope, body, receive))
                 return
             if scope["path"] == policy_server.PAUSE and scope["method"] == "POST":
                 await self._engine.pause(_pause_mode(scope))
@@ -134,88 +137,72 @@ class TinyPolicyServer:
         except ClientGoneError:
             return
         except LoadFailed:
-            await _answer(send, 500, _error(500, "The tiny policy was told to break off a load."))
+            await _answer(send, 500, _error(500, "The load failed, as set by /misbehave."))
         except _Refused as refused:
             await _answer(send, refused.status, _error(refused.status, str(refused)))
         except RequestError as error:
             await _answer(send, error.status, _error(error.status, str(error)))
 
-    async def _sampled(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
-        generate = scope["path"] == policy_server.GENERATE
-        request = read_generate(body) if generate else read_completion(body)
+    async def _sample(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
+        request = (read_generate if scope["path"] == policy_server.GENERATE else read_completion)(body)
         request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
         if request_id in self._live:
             raise InvalidRequest(f"Request id {request_id} is already running.")
         self._live[request_id] = asyncio.Event()
         try:
-            fault = self._misbehaving.next_fault()
+            fault = self._faults.next_fault()
             if fault.wait_s > 0 or self._engine.paused:
-                return await self._later(fault, request, request_id, receive, generate=generate)
+                return await self._answer_later(fault, request, request_id, receive)
             if fault.fail:
-                raise _Refused(self._misbehaving.settings.fail_status)
-            return self._complete(request, request_id, fault.lie, generate=generate)
+                raise _Refused(self._faults.settings.fail_status)
+            return self._complete(request, request_id, fault.lie)
         finally:
             del self._live[request_id]
 
-    async def _later(
-        self, fault: RequestFault, request: TinyPolicyRequest, request_id: str, receive: Receive, *, generate: bool
+    async def _answer_later(
+        self, fault: RequestFault, request: TinyPolicyRequest, request_id: str, receive: Receive
     ) -> bytes:
-        """Carry out a request that takes time or is held back. Raises ClientGoneError."""
+        """Answer a request with a delay, or after a pause of the engine. Raises ClientGoneError."""
 
-        def make() -> bytes:
+        def answer() -> bytes:
             if fault.fail:
-                raise _Refused(self._misbehaving.settings.fail_status)
-            return self._complete(request, request_id, fault.lie, generate=generate)
+                raise _Refused(self._faults.settings.fail_status)
+            return self._complete(request, request_id, fault.lie)
 
-        work = asyncio.ensure_future(self._engine.sample(fault.wait_s, make))
-        ended = asyncio.ensure_future(self._live[request_id].wait())
+        work = asyncio.ensure_future(self._engine.sample(fault.wait_s, answer))
+        aborted = asyncio.ensure_future(self._live[request_id].wait())
         gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait(
-                [work, ended] if self._misbehaving.settings.keep_generating else [work, ended, gone],
+                [work, aborted] if self._faults.settings.keep_generating else [work, aborted, gone],
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if work.done():
                 return work.result()
-            raise Aborted if ended.done() else ClientGoneError
+            raise Aborted if aborted.done() else ClientGoneError
         except Aborted:
-            return self._complete(request, request_id, "", generate=generate, aborted=True)
+            return self._complete(request, request_id, "", aborted=True)
         finally:
             gone.cancel()
-            ended.cancel()
+            aborted.cancel()
             work.cancel()
 
-    def _complete(
-        self, request: TinyPolicyRequest, request_id: str, lie: str, *, generate: bool, aborted: bool = False
-    ) -> bytes:
+    def _complete(self, request: TinyPolicyRequest, request_id: str, lie: str, *, aborted: bool = False) -> bytes:
         policy = self._adapters.policy(request.model)
-        prompt = _read_prompt(request.prompt)
-        sampling = _sampling(request, len(prompt), clipped=generate)
-        generated = [ABORTED] * request.n if aborted else self._generate(policy, prompt, sampling, request, lie)
+        prompt = read_prompt(request.prompt)
+        sampling = sampler_settings(request, len(prompt))
+        generations = [ABORTED] * request.n if aborted else self._generate(policy, prompt, sampling, request, lie)
+        of_prompt = None
+        if request.prompt_logprobs is not None:
+            of_prompt = prompt_logprobs_field(prompt, prompt_logprobs(policy.model, prompt))
         version = self._engine.name
-        want_prompt = bool(request.return_token_ids)
-        want_ids = want_prompt or generate
-        want_logprobs = request.logprobs is not None
-        of_prompt = None if request.prompt_logprobs is None else _prompt_logprobs(policy.model, prompt)
-        choices: list[AnswerData] = []
-        for index, made in enumerate(generated):
-            self._sampled_tokens += len(made.token_ids)
-            choices.append(
-                {
-                    "index": index,
-                    "text": made.text,
-                    "logprobs": _logprobs(made) if want_logprobs else None,
-                    "finish_reason": made.finish_reason,
-                    "stop_reason": made.stop_reason,
-                    "token_ids": made.token_ids if want_ids else None,
-                    "prompt_logprobs": of_prompt,
-                    # The original bytes: an echo needs no decoding.
-                    "prompt_token_ids": request.prompt if want_prompt else None,
-                    "weight_versions": _spans(version, len(made.token_ids)),
-                }
-            )
-        completion_tokens = sum(len(made.token_ids) for made in generated)
-        self._finished += len(generated)
+        choices = [
+            completion_choice(index, generation, request, version, of_prompt)
+            for index, generation in enumerate(generations)
+        ]
+        completion_tokens = sum(len(generation.token_ids) for generation in generations)
+        self._sampled_tokens += completion_tokens
+        self._finished += len(generations)
         answer = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -229,26 +216,26 @@ class TinyPolicyServer:
             },
         }
         if lie:
-            _tell(lie, answer, prompt)
-        if generate:
+            falsify(lie, answer, prompt)
+        if isinstance(request, GenerateRequest):
             answer = generate_answer(answer)
         # Only the standard library's encoder writes NaN and infinities as literals.
-        told = json.dumps(answer).encode() if lie else _encode(answer)
-        return SPOILS[lie](told) if lie in SPOILS else told
+        payload = json.dumps(answer).encode() if lie else _encode(answer)
+        return SPOILS[lie](payload) if lie in SPOILS else payload
 
     def _generate(
         self, policy: TinyPolicy, prompt: list[int], sampling: SamplerSettings, request: TinyPolicyRequest, lie: str
     ) -> list[Generation]:
-        reply = self._misbehaving.settings.reply_to(prompt)
+        reply = self._faults.settings.reply_to(prompt)
         longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
         if reply is None:
-            made, _ = policy.generate(prompt, longer, count=request.n, seed=request.seed)
+            generations, _ = policy.generate(prompt, longer, count=request.n, seed=request.seed)
         else:
             ids = [*reply.encode(), END]
-            made = [end_generation(ids, [0.0] * len(ids), longer)] * request.n
+            generations = [end_generation(ids, [0.0] * len(ids), longer)] * request.n
         if longer is not sampling:
-            made = [_overrun(generation, sampling) for generation in made]
-        return made
+            generations = [overrun(generation, sampling) for generation in generations]
+        return generations
 
     def _models(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         card = {
@@ -268,9 +255,9 @@ class TinyPolicyServer:
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"The request cannot be read: {error}.") from error
         for name in ids:
-            ends = self._live.get(name.removeprefix(policy_server.GENERATE_PREFIX))
-            if ends is not None:
-                ends.set()
+            abort = self._live.get(name.removeprefix(policy_server.GENERATE_PREFIX))
+            if abort is not None:
+                abort.set()
         return b"", "text/plain", ""
 
     def _get_weights(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
@@ -308,7 +295,7 @@ class TinyPolicyServer:
             except InvalidRequest as error:
                 result = policy_server.LoadResult(refused=error.detail)
         elif request.method == policy_server.LOAD:
-            result = await self._engine.load(request.args[0], *self._misbehaving.next_load())
+            result = await self._engine.load(request.args[0], *self._faults.next_load())
         else:
             raise _Refused(500)
         return _encode(policy_server.RpcResponse(results=[result]))
@@ -333,23 +320,23 @@ class TinyPolicyServer:
 
     def _misbehave(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         try:
-            self._misbehaving.set(_decode_misbehaviour(body))
+            self._faults.set(_decode_misbehaviour(body))
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"Not settings of misbehaviour: {error}.") from error
-        return _json(msgspec.structs.asdict(self._misbehaving.settings))
+            raise InvalidRequest(f"The fault settings cannot be read: {error}.") from error
+        return _json(msgspec.structs.asdict(self._faults.settings))
 
 
 def _adapter(body: bytes, change: Callable[[policy_server.AdapterRequest], str]) -> tuple[bytes, str, str]:
     try:
         request = msgspec.json.decode(body, type=policy_server.AdapterRequest)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"Not a request for an adapter: {error}.") from error
+        raise InvalidRequest(f"The request cannot be read: {error}.") from error
     return change(request).encode(), "text/plain", ""
 
 
 class _Refused(Exception):
     def __init__(self, status: int) -> None:
-        super().__init__("Out of range float values are not JSON compliant: the tiny policy was told to fail.")
+        super().__init__("Out of range float values are not JSON compliant: a failure set by /misbehave.")
         self.status = status
 
 
@@ -370,71 +357,7 @@ def _pause_mode(scope: Scope) -> policy_server.PauseMode:
     for known in modes:
         if mode == known:
             return known
-    raise InvalidRequest(f"mode: {mode!r} is none of {modes}")
-
-
-def _read_prompt(raw: msgspec.Raw) -> list[int]:
-    try:
-        return _decode_prompt(raw)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The prompt must be a list of token ids: {error}.") from error
-
-
-def _sampling(request: TinyPolicyRequest, prompt_length: int, *, clipped: bool) -> SamplerSettings:
-    """Read the sampling parameters. ``clipped``: too many requested tokens are reduced instead of refused."""
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    most = max_tokens if clipped else MAX_MODEL_LEN
-    checks = {
-        "stream": (not request.stream, "streaming is not offered"),
-        "temperature": (temperature >= 0, "it must be 0 or more"),
-        "top_p": (0 < top_p <= 1, "it must be above 0 and at most 1"),
-        "max_tokens": (1 <= max_tokens <= most, f"it must be 1 to {MAX_MODEL_LEN}"),
-        "prompt": (1 <= prompt_length < MAX_MODEL_LEN, f"it must have 1 to {MAX_MODEL_LEN - 1} tokens"),
-        "n": (1 <= request.n <= MAX_N, f"it must be 1 to {MAX_N}"),
-        "logprobs": ((request.logprobs or 0) >= -1, "it must be -1 or more"),
-    }
-    for name, (fine, problem) in checks.items():
-        if not fine:
-            raise InvalidRequest(f"{name}: {problem}.", param=name)
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    room = min(max_tokens, MAX_MODEL_LEN - prompt_length)
-    return SamplerSettings(temperature, top_p, room, stop, request.stop_token_ids or ())
-
-
-def _prompt_logprobs(model: Model, prompt: list[int]) -> list[dict[int, dict[str, Any]] | None]:
-    return [
-        None if logprob is None else {token: {"logprob": logprob, "rank": None, "decoded_token": None}}
-        for token, logprob in zip(prompt, prompt_logprobs(model, prompt), strict=True)
-    ]
-
-
-def _spans(version: str, count: int) -> list[dict[str, Any]]:
-    return [{"version": version, "start": 0, "end": count}] if count else []
-
-
-def _logprobs(made: Generation) -> dict[str, Any]:
-    tokens = [chr(token) if token < 128 else "" for token in made.token_ids]
-    offsets = list(itertools.accumulate((len(token) for token in tokens[:-1]), initial=0))
-    return {"text_offset": offsets, "token_logprobs": made.logprobs, "tokens": tokens, "top_logprobs": None}
-
-
-def _overrun(generation: Generation, sampling: SamplerSettings) -> Generation:
-    """Return the text up to the stop string, but the ids of all sampled tokens without the end-of-turn token."""
-    told = end_generation(generation.token_ids, generation.logprobs, sampling)
-    ids = [token for token in generation.token_ids if token != END]
-    return told._replace(token_ids=ids, logprobs=generation.logprobs[: len(ids)])
-
-
-def _tell(lie: str, answer: dict[str, Any], prompt: list[int]) -> None:
-    """Falsify the answer."""
-    for choice in answer["choices"]:
-        if choice["prompt_token_ids"] is not None:
-            choice["prompt_token_ids"] = prompt
-        if choice["logprobs"] is not None:
-            choice["logprobs"]["token_logprobs"] = list(choice["logprobs"]["token_logprobs"])
-        LIES[lie](choice)
+    raise InvalidRequest(f"mode: {mode!r} is not one of {modes}")
 
 
 async def _read(receive: Receive) -> bytes:

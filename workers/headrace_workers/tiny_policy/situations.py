@@ -1,6 +1,6 @@
 """The situations of the tiny policy, and the parser of prompts.
 
-* A prompt is read as text, one character for each token id, so reading it needs no tokenizer.
+* A prompt is parsed as text with one character per token id, without a tokenizer.
 * Only the environment's messages are used; the same hints give the same situation.
 * Situations of different kinds are never equal, whatever their numbers.
 * Every prompt has a situation; an unrecognized one has ``UNKNOWN``.

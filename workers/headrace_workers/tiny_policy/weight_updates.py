@@ -1,7 +1,7 @@
 """Weight updates of the tiny policy, as in vLLM: pause, load a folder, set its name, resume.
 
-* A paused engine accepts requests and holds them back. ``keep``: running requests continue after the pause. ``wait``:
-  they finish before the pause answers. ``abort``: they end with their tokens so far, which here are none.
+* A paused engine accepts requests and delays them. ``keep``: running requests continue after the pause. ``wait``: they
+  finish before the pause returns. ``abort``: they end with the tokens sampled so far, of which this policy has none.
 * A folder is refused, and changes nothing, unless it has the policy's one tensor in its shape.
 * Loads are carried out in order, even if the client has disconnected.
 * Only the caller changes the name of the weights, as in vLLM.
@@ -54,7 +54,7 @@ def read_folder(folder: str, file: str = FILE) -> Floats:
     except (struct.error, ValueError, AttributeError) as error:
         raise InvalidRequest(f"{path} is not a complete safetensors file: {error}") from error
     if entry is None or len(tensors) > 1:
-        raise InvalidRequest(f"{path} holds {sorted(tensors)}, the policy has {[TENSOR]}")
+        raise InvalidRequest(f"{path} contains {sorted(tensors)}, the policy has {[TENSOR]}")
     if (entry["dtype"], entry["shape"]) != ("F64", [SIZE]):
         raise InvalidRequest(
             f"{TENSOR} has shape {entry['shape']} of {entry['dtype']}, the policy's is [{SIZE}] of F64"
@@ -71,33 +71,33 @@ class Aborted(Exception):
 
 
 class Engine:
-    """The engine: holds requests back, loads folders and names weights."""
+    """The engine: delays requests during a pause, loads folders and names weights."""
 
     def __init__(self, policy: TinyPolicy) -> None:
         self._policy = policy
-        self._called = ""
+        self._name = ""
         self._mode: PauseMode | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._abort = asyncio.Event()
         self._loading = asyncio.Lock()
-        #: Requests held back, and running requests.
         self.waiting = 0
+        """Requests delayed by a pause."""
         self.running = 0
 
     @property
     def name(self) -> str:
         """The name of the weights."""
-        return self._called or str(self._policy.version)
+        return self._name or str(self._policy.version)
 
     @property
     def paused(self) -> bool:
-        """True while requests are held back."""
+        """True while requests are delayed."""
         return self._mode is not None
 
-    async def sample(self, seconds: float, make: Callable[[], bytes]) -> bytes:
-        """Carry out a request of the given length. Raises Aborted."""
-        await self._held()
+    async def sample(self, seconds: float, answer: Callable[[], bytes]) -> bytes:
+        """Answer a request after ``seconds``, and after a pause. Raises Aborted."""
+        await self._wait_until_resumed()
         self.running += 1
         try:
             with contextlib.suppress(TimeoutError):
@@ -107,14 +107,14 @@ class Engine:
             if self._mode == "keep":
                 self.running -= 1
                 try:
-                    await self._held()
+                    await self._wait_until_resumed()
                 finally:
                     self.running += 1
-            return make()
+            return answer()
         finally:
             self.running -= 1
 
-    async def _held(self) -> None:
+    async def _wait_until_resumed(self) -> None:
         self.waiting += 1
         try:
             await self._resumed.wait()
@@ -122,7 +122,7 @@ class Engine:
             self.waiting -= 1
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold requests back; returns when none is running."""
+        """Pause the engine. With the mode ``wait``, returns when no request is running."""
         self._mode = mode
         self._resumed.clear()
         if mode == "abort":
@@ -139,7 +139,7 @@ class Engine:
     def rename(self, name: str) -> None:
         """Set the name of the weights."""
         version = parse_weight_version(name)
-        self._called = name if name != str(version) else ""
+        self._name = name if name != str(version) else ""
         if version is not None:
             self._policy.load(self._policy.weights, version)
 
@@ -162,8 +162,8 @@ class Engine:
             self._policy.load(weights, self._policy.version)
             if fault == "fail":
                 raise LoadFailed
-            return LoadResult(mixed="the double was told to") if fault else LoadResult(tensors=1, bytes=8 * SIZE)
+            return LoadResult(mixed="set by /misbehave") if fault else LoadResult(tensors=1, bytes=8 * SIZE)
 
 
 class LoadFailed(Exception):
-    """Raised by a load that broke off."""
+    """Raised by a load that failed halfway."""

@@ -57,7 +57,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         sandbox=WorkerSandbox(settings.sandbox),
         processes=EnvironmentProcesses(settings.imports),
     )
-    worker = Worker(settings, tools, time.monotonic)
+    worker = Worker(settings, tools)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)

@@ -1,10 +1,7 @@
 """The worker: leases attempts, runs their episodes concurrently, and submits their records.
 
-* Attempts are leased in batches as slots become free, and submitted in batches; longer episodes allow longer
-  gathering, except for the last attempt.
+* Attempts are leased in batches as slots become free; longer episodes allow longer gathering.
 * Nothing is leased while the spool is full.
-* Every attempt ends in one record, unless the orchestrator discards it or the worker returns it.
-* An attempt that is granted twice (its first reply was lost) is run once.
 * When stopped, it leases nothing new, finishes attempts within the grace period and returns the rest.
 * When stopped again, it returns all attempts at once.
 * An outage of the orchestrator does not stop episodes.
@@ -18,25 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from headrace.assets import AssetData
 from headrace.common.timeouts import timeout
-from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
-from headrace.trajectory import Failure, Trajectory
-from headrace.wire import codec, messages
-from headrace_workers.episode import AttemptOutcome, EpisodeRun, EpisodeTools, failed, record_of
+from headrace.errors import HeadraceError
+from headrace.wire import messages
+from headrace_workers.episode import EpisodeTools
+from headrace_workers.worker.attempts import HeldAttempts
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.connection import ANSWER_S, EpochFence, OrchestratorConnection
-from headrace_workers.worker.episode_duration import EpisodeDuration
 from headrace_workers.worker.heartbeat import Heartbeat
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.loop_lag import LoopLag
 from headrace_workers.worker.run_plans import RunPlans
-from headrace_workers.worker.spool import AttemptName, Spool, SpoolEntry, key_of
+from headrace_workers.worker.spool import Spool, key_of
 from headrace_workers.worker.submitter import Submitter
 
 LEASE_WAIT_S = 20.0
@@ -46,10 +39,6 @@ GATHER_S, LONGEST_GATHER_S, GATHER_EPISODE_SHARE = 0.002, 0.05, 0.01
 """Time for which free slots are gathered before the next lease request: this share of an episode's usual duration,
 between two limits. Episodes of a millisecond end close together, and a request for many costs as much as for one; for
 long episodes a hundredth of their duration is negligible."""
-
-SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S = 0.04, 0.1
-"""Time for which finished episodes are gathered while others run: this share of an episode's usual duration, up to a
-limit."""
 
 MIN_FREE_DIVISOR = 4
 """Slots are not gathered once at least one in this many is free."""
@@ -99,32 +88,6 @@ class WorkerSettings:
     max_hanging: int = 64
 
 
-class RunningAttempt:
-    """An attempt in a slot. ``wanted`` is False once its record is not needed any more."""
-
-    __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "started_at", "task", "wanted")
-
-    def __init__(self, assignment: messages.Assignment, started_at: float) -> None:
-        self.assignment = assignment
-        self.started_at = started_at
-        self.task: asyncio.Task[None] | None = None
-        self.episode: EpisodeRun | None = None
-        self.cancel_reason = ""
-        self.wanted = True
-        self.recorded = False
-
-    def cancel(self, reason: str, *, wanted: bool) -> None:
-        """Cancel the attempt. ``wanted``: whether to make a ``cancelled`` record."""
-        if self.recorded or self.task is None:
-            return
-        self.wanted = self.wanted and wanted
-        if not self.cancel_reason:
-            self.cancel_reason = reason
-            if self.episode is not None:
-                self.episode.cancel_reason = reason
-            self.task.cancel()
-
-
 class _Connections(NamedTuple):
     work: OrchestratorConnection
     heartbeat: OrchestratorConnection
@@ -133,10 +96,9 @@ class _Connections(NamedTuple):
 class Worker:
     """The work of one worker process. Call ``run`` once, on the event loop on which it was made."""
 
-    def __init__(self, settings: WorkerSettings, tools: EpisodeTools, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: WorkerSettings, tools: EpisodeTools) -> None:
         self._settings = settings
         self._tools = tools
-        self._clock = clock
         fence = EpochFence()
         self._connections = _Connections(
             *(
@@ -144,20 +106,20 @@ class Worker:
                 for _ in range(2)
             )
         )
-        self._plans = RunPlans(self._connections.work)
         self._spool = Spool(settings.spool_bytes)
-        self._submitter = Submitter(self._connections.work, self._spool, self._substitute, self._submit_gather_s)
-        self._episode_duration = EpisodeDuration()
+        self._attempts = HeldAttempts(tools, RunPlans(self._connections.work), self._spool, self._attempt_ended)
+        self._submitter = Submitter(
+            self._connections.work, self._spool, self._attempts.substitute, self._attempts.submit_gather_s
+        )
         self._has_failed = False
         self._shortest_term_s = math.inf
         self._is_stuck = False
-        self._running: dict[AttemptName, RunningAttempt] = {}
         self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._grace_s: float | None = settings.grace_s
         self._deadline = 0.0
-        self._lag = LoopLag(clock)
+        self._lag = LoopLag(tools.clock)
         self._loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(
             self._connections.heartbeat,
@@ -175,7 +137,7 @@ class Worker:
     def drain(self) -> None:
         """Stop when all held attempts are finished, however long that takes."""
         if not self._stop.is_set():
-            logger().info("the worker drains", running=len(self._running))
+            logger().info("the worker drains", running=len(self._attempts.running))
             self._grace_s = None
             self._stop.set()
 
@@ -192,7 +154,7 @@ class Worker:
             done, _ = await asyncio.wait([stopping, *background], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # only the wait for the stop may end by itself; another end is a defect, and raises here
-            self._deadline = self._clock() + self._settings.grace_s
+            self._deadline = self._tools.clock() + self._settings.grace_s
             await _cancel_and_wait(background.pop(0))
             await self._finish_running()
             await self._hand_back()
@@ -219,7 +181,7 @@ class Worker:
                 continue
             tell_holding = False
             backoff.reset()
-            self._cancel_all(reply.cancels)
+            self._attempts.cancel(reply.cancels)
             for assignment in reply.attempts:
                 self._start(assignment)
             if reply.drain:
@@ -235,7 +197,7 @@ class Worker:
             capabilities=[*settings.capabilities, *self._tools.sandbox.capabilities],
             slots=settings.slots,
             free=min(self._free(), max(1, self._settings.slots // LEASES_PER_FILL)),
-            holding=self._held_keys() if tell_holding else None,
+            holding=self._attempts.keys() if tell_holding else None,
             wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_PER_TERM),
         )
 
@@ -243,7 +205,7 @@ class Worker:
         return min(ANSWER_S, max(SHORTEST_ANSWER_S, self._shortest_term_s / LEASES_PER_TERM))
 
     def _free(self) -> int:
-        return max(0, self._settings.slots - len(self._running))
+        return max(0, self._settings.slots - len(self._attempts.running))
 
     async def _gather_slots(self) -> None:
         while self._spool.is_full or not self._free():
@@ -252,88 +214,19 @@ class Worker:
             else:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
-        if self._running and self._free() * MIN_FREE_DIVISOR < self._settings.slots:
-            await asyncio.sleep(max(GATHER_S, self._episode_duration.share_s(GATHER_EPISODE_SHARE, LONGEST_GATHER_S)))
+        if self._attempts.running and self._free() * MIN_FREE_DIVISOR < self._settings.slots:
+            await asyncio.sleep(
+                max(GATHER_S, self._attempts.episode_duration.share_s(GATHER_EPISODE_SHARE, LONGEST_GATHER_S))
+            )
 
     def _start(self, assignment: messages.Assignment) -> None:
-        name = (assignment.episode, assignment.attempt)
-        if name in self._running or name in self._spool:
-            return
         self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
         self._heartbeat.add_term(assignment.term_s)
-        running = self._running[name] = RunningAttempt(assignment, self._clock())
-        running.task = self._loop.create_task(self._attempt(running))
-        running.task.add_done_callback(lambda task: self._end_attempt(name, running, task))
+        self._attempts.start(assignment)
 
-    # One attempt
-
-    async def _attempt(self, running: RunningAttempt) -> None:
-        assignment = running.assignment
-        try:
-            plan = self._plans.get(assignment.run) or await self._plans.fetch(assignment.run)
-        except EpisodeFailure as error:
-            self._finish(running, self._bare_record(assignment, failed(error)))
-            return
-        episode = running.episode = EpisodeRun(self._tools, assignment, plan)
-        self._finish(running, await episode.run(), episode.assets)
-        try:
-            await episode.close()
-        except EpisodeFailure as error:
-            logger(assignment).warning("the environment did not close", error=str(error))
-        running.episode = None  # free the memory now, not in the task's callback: other episodes need it
-
-    def _end_attempt(self, name: AttemptName, running: RunningAttempt, task: asyncio.Task[None]) -> None:
-        """Free the slot. An attempt that ended without a record gets one here."""
-        del self._running[name]
-        self._episode_duration.add(self._clock() - running.started_at)
+    def _attempt_ended(self) -> None:
         self._slot_freed.set()
         self._check_hanging()
-        if task.cancelled():
-            failure = Failure(layer="infrastructure", kind="cancelled", message=running.cancel_reason)
-            outcome = AttemptOutcome(status="cancelled", stop_reason="cancelled", failure=failure)
-        elif (error := task.exception()) is not None:
-            logger(running.assignment).error("the worker failed", exc_info=error)
-            outcome = failed(
-                InfrastructureFailure(f"The worker failed: {error!r}", kind="worker-fault", retryable=True)
-            )
-        else:
-            return
-        if not running.recorded:
-            self._finish(running, self._bare_record(running.assignment, outcome))
-
-    def _finish(
-        self, running: RunningAttempt, trajectory: Trajectory, assets: Mapping[str, AssetData] = MappingProxyType({})
-    ) -> None:
-        running.recorded = True
-        if not running.wanted:
-            return
-        if trajectory.failure is not None:
-            failure = trajectory.failure
-            logger(running.assignment).warning(
-                f"episode {trajectory.status}", layer=failure.layer, kind=failure.kind, message=failure.message
-            )
-        try:
-            record = codec.encode(trajectory)
-        except InvalidTrajectory as error:
-            self._spool.add(self._substitute(SpoolEntry(running.assignment, b""), error))
-            return
-        record_assets = {asset.name: assets[asset.name] for asset in trajectory.assets}
-        self._spool.add(SpoolEntry(running.assignment, record, record_assets))
-
-    def _submit_gather_s(self) -> float:
-        """Time that finished attempts may wait for others to be submitted with them; zero for the last one."""
-        others = any(not running.recorded for running in self._running.values())
-        return self._episode_duration.share_s(SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S) if others else 0.0
-
-    def _substitute(self, entry: SpoolEntry, error: HeadraceError) -> SpoolEntry:
-        failure = InfrastructureFailure(
-            f"The record of this attempt was refused: {error}", kind="record-refused", retryable=False
-        )
-        trajectory = self._bare_record(entry.assignment, failed(failure))
-        return SpoolEntry(entry.assignment, codec.encode(trajectory), is_substitute=True)
-
-    def _bare_record(self, assignment: messages.Assignment, outcome: AttemptOutcome) -> Trajectory:
-        return record_of(assignment, outcome, trajectory_id=self._tools.new_id(), worker=self._settings.name)
 
     def _check_hanging(self) -> None:
         hanging = self._tools.threads.hanging
@@ -347,18 +240,10 @@ class Worker:
 
     # Heartbeat
 
-    def _held_assignments(self) -> list[messages.Assignment]:
-        held = {name: running.assignment for name, running in list(self._running.items())}
-        held |= {entry.name: entry.assignment for entry in self._spool.entries()}
-        return list(held.values())
-
-    def _held_keys(self) -> list[messages.AttemptKey]:
-        return [key_of(attempt) for attempt in self._held_assignments()]
-
     def _keys_to_renew(self) -> list[messages.AttemptKey]:
         """Keys of the attempts to renew: all held ones, except those whose event loop has been stuck too long."""
         stuck_s = self._lag.stuck_s()
-        held = self._held_assignments()
+        held = self._attempts.assignments()
         renewed = [key_of(attempt) for attempt in held if stuck_s <= attempt.term_s * STUCK_SHARE]
         is_stuck = len(renewed) < len(held)
         if is_stuck and not self._is_stuck:
@@ -391,7 +276,7 @@ class Worker:
     def _heartbeat_reply(self, reply: messages.HeartbeatReply) -> None:
         """Handle a reply, on the heartbeat's thread."""
         if reply.cancels:
-            self._loop.call_soon_threadsafe(self._cancel_all, reply.cancels)
+            self._loop.call_soon_threadsafe(self._attempts.cancel, reply.cancels)
         if reply.drain:
             self._loop.call_soon_threadsafe(self.drain)
 
@@ -406,19 +291,13 @@ class Worker:
         self._stop.set()
         self._stop_now.set()
 
-    def _cancel_all(self, cancels: list[messages.Cancel]) -> None:
-        for cancel in cancels:
-            running = self._running.get((cancel.episode, cancel.attempt))
-            if running is not None:
-                running.cancel(cancel.reason, wanted=cancel.record)
-
     # The end
 
     async def _finish_running(self) -> None:
         """Wait for running attempts, until the grace period ends or ``stop`` is called again."""
-        if not self._running:
+        if not self._attempts.running:
             return
-        tasks = [running.task for running in self._running.values() if running.task is not None]
+        tasks = [running.task for running in self._attempts.running.values() if running.task is not None]
         waits: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._stop_now.wait()),
             asyncio.create_task(asyncio.wait(tasks)),
@@ -428,7 +307,7 @@ class Worker:
 
     async def _hand_back(self) -> None:
         """Cancel the remaining attempts and return them. Without an answer, their leases expire."""
-        rest = [running for running in self._running.values() if not running.recorded]
+        rest = [running for running in self._attempts.running.values() if not running.recorded]
         for running in rest:
             running.cancel("The worker stops.", wanted=False)
         keys = [key_of(running.assignment) for running in rest]
@@ -442,7 +321,7 @@ class Worker:
             logger().error("could not return attempts; their leases will expire", attempts=len(keys), error=str(error))
 
     async def _flush(self) -> bool:
-        left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._clock()
+        left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._tools.clock()
         try:
             async with timeout(max(SHUTDOWN_S, left_s)):
                 await self._spool.emptied.wait()
