@@ -1,7 +1,7 @@
 """The orchestrator process: data directory, service, HTTP server.
 
 * The port answers from the start: ``/healthz`` with 200, ``/readyz`` with the phase of the start.
-* A used port, a used data directory, and a public address without tokens are refused with advice.
+* A port in use, a data directory in use, and a public address without tokens are refused with advice.
 * SIGTERM stops the process gracefully: not ready, long polls answered, open requests ended, log and projection on
   disk, exit 0.
 """

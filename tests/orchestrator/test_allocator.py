@@ -1,7 +1,7 @@
-"""glibc's allocator as the orchestrator has it; each case in a process of its own.
+"""The settings of glibc's allocator, each case in its own process.
 
-Neither the environment nor huge pages change what is measured: variables that tell the allocator otherwise are left
-out, and each process does without huge pages, which make one page fault of five hundred.
+The processes run without the environment variables that change the allocator, and without huge pages, which would merge
+five hundred page faults into one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 
-USED_AGAIN = """
+REUSE = """
 def use(): return [bytes(bytearray(37_000)) for _ in range(32)]
 for _ in range(20): use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -30,7 +30,7 @@ before = resident_mb()
 use()
 print(resident_mb() - before)
 """
-"""The first use makes the interpreter's own small tables, which stay and would keep what is free below them."""
+"""The first use creates small tables of the interpreter. They stay in use, so free memory below them would be kept."""
 
 THREADS = """
 before = resident_mb()
@@ -44,10 +44,10 @@ threads = [threading.Thread(target=use) for _ in range(8)]
 [thread.start() for thread in threads]; [thread.join() for thread in threads]
 print(resident_mb() - before)
 """
-"""One after the other, for a small block that is still in use keeps what is free below it. Nobody ends before all had a
-turn, so that no thread takes over what another one left."""
+"""The threads take turns, because a small block in use keeps the free memory below it. No thread ends before all had a
+turn, so that none reuses another's memory."""
 
-PREPARED = """
+PREPARATION = """
 import ctypes, resource, threading
 from pathlib import Path
 from headrace_orchestrator.allocator import keep_freed_memory
@@ -57,30 +57,30 @@ def resident_mb():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024 / 1e6
 """
-"""Pages are counted one by one: /proc/self/statm is off by some for each core."""
+"""smaps_rollup counts every page; /proc/self/statm is inexact by a few pages for each core."""
 
-TELLS_THE_ALLOCATOR = ("MALLOC_", "GLIBC_TUNABLES", "PYTHONMALLOC", "LD_PRELOAD")
-"""Beginnings of names of environment variables."""
-
-
-def test_buffers_of_a_requests_size_come_from_memory_that_was_used_before():
-    assert measured(USED_AGAIN) < 100 < measured(USED_AGAIN, keeps=False)
+ALLOCATOR_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES", "PYTHONMALLOC", "LD_PRELOAD")
+"""Prefixes of the environment variables that change the allocator."""
 
 
-def test_what_is_free_beyond_a_bound_goes_back_to_the_system():
-    assert measured(LARGE) < 80
+def test_a_buffer_of_a_requests_size_reuses_freed_memory():
+    assert measure(REUSE) < 100 < measure(REUSE, apply=False)
 
 
-def test_the_bound_is_one_for_all_threads():
-    assert measured(THREADS) < 80
+def test_free_memory_beyond_a_bound_is_returned_to_the_system():
+    assert measure(LARGE) < 80
 
 
-def measured(code: str, *, keeps: bool = True) -> float:
-    """What code prints, in a process whose allocator keeps freed memory or not."""
-    call = "keep_freed_memory()\n" if keeps else ""
+def test_free_memory_is_returned_whichever_thread_used_it():
+    assert measure(THREADS) < 80
+
+
+def measure(code: str, *, apply: bool = True) -> float:
+    """Run code in a new process, with or without the settings; returns the number that it prints."""
+    call = "keep_freed_memory()\n" if apply else ""
     done = subprocess.run(
-        [sys.executable, "-c", PREPARED + call + code],
-        env={name: value for name, value in os.environ.items() if not name.startswith(TELLS_THE_ALLOCATOR)},
+        [sys.executable, "-c", PREPARATION + call + code],
+        env={name: value for name, value in os.environ.items() if not name.startswith(ALLOCATOR_VARIABLES)},
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,4 @@
-"""What Prometheus sees."""
+"""The metrics that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_every_name_begins_with_headrace_and_counters_end_in_total(api: Ap
                 assert family.name.endswith(UNITS), family.name
 
 
-async def test_metrics_are_answered_while_the_disk_refuses_and_say_so(api: Api, monkeypatch: pytest.MonkeyPatch):
+async def test_metrics_are_served_while_the_disk_refuses_writes_and_show_it(api: Api, monkeypatch: pytest.MonkeyPatch):
     await api.create_run()
     assert (await scrape(api))["headrace_disk_refuses"][()] == 0
     with refusing_disk(monkeypatch):
@@ -66,7 +66,7 @@ async def test_metrics_are_answered_while_the_disk_refuses_and_say_so(api: Api, 
     await until(recovered)
 
 
-async def test_the_story_of_a_run_is_in_the_numbers(api: Api):
+async def test_the_metrics_count_the_events_of_a_run(api: Api):
     await api.create_run(retries={"max_attempts": 1}, short_groups="serve")
     await api.pull()
     attempts = await api.lease(free=4)
@@ -127,9 +127,16 @@ def test_labels_are_bounded():
 
 def test_requests_to_policy_servers_and_their_failures_are_summed_over_the_workers():
     def worker(name: str, **stats: float) -> messages.WorkerStatus:
-        told = {key.replace("__", " "): value for key, value in stats.items()}
+        worker_stats = {key.replace("__", " "): value for key, value in stats.items()}
         return messages.WorkerStatus(
-            worker=name, pool="default", capabilities=[], slots=1, leased=0, seen_s=0.0, draining=False, stats=told
+            worker=name,
+            pool="default",
+            capabilities=[],
+            slots=1,
+            leased=0,
+            seen_s=0.0,
+            draining=False,
+            stats=worker_stats,
         )
 
     workers = [
@@ -147,12 +154,12 @@ def test_requests_to_policy_servers_and_their_failures_are_summed_over_the_worke
         assert line in lines
 
 
-def test_servers_beyond_the_busiest_share_a_label():
+def test_policy_servers_beyond_the_busiest_share_a_label():
     stats = {f"policy_requests {number}": float(number + 1) for number in range(MAX_SERVER_LABELS + 2)}
     crowd = messages.WorkerStatus(
         worker="a", pool="default", capabilities=[], slots=1, leased=0, seen_s=0.0, draining=False, stats=stats
     )
     status = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[crowd], store={})
     lines = Metrics(lambda: status).exposition().decode().splitlines()
-    assert 'headrace_policy_requests{server="other"} 3.0' in lines  # the two with 1 and 2
+    assert 'headrace_policy_requests{server="other"} 3.0' in lines  # the sum of the two smallest, 1 and 2
     assert len([line for line in lines if line.startswith("headrace_policy_requests{")]) == MAX_SERVER_LABELS + 1

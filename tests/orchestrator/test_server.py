@@ -1,4 +1,4 @@
-"""The start and the life of the process's event loop."""
+"""The start and the stop of the orchestrator's server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_orchestrator.settings import Settings
 from tests.orchestrator.serving import Api, orchestrator, until
 
 
-async def test_the_port_answers_from_the_first_moment(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_port_answers_from_the_start(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     async with orchestrator(data_dir) as api:
         await api.create_run()
     proceed = threading.Event()
@@ -52,7 +52,7 @@ async def test_the_port_answers_from_the_first_moment(data_dir: Path, monkeypatc
     await running
 
 
-async def test_a_stop_during_the_start_ends_it(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_stop_during_the_start_ends_the_process(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -76,7 +76,7 @@ async def test_a_stop_during_the_start_ends_it(data_dir: Path, monkeypatch: pyte
         assert (await api.ask("GET", "/v1/runs/run"))["episodes"] == {"finished": 4}
 
 
-async def test_cancelling_the_task_is_graceful(data_dir: Path):
+async def test_cancelling_the_task_stops_it_gracefully(data_dir: Path):
     ready = asyncio.Event()
     running = asyncio.create_task(serve(Settings(data=data_dir, port=0), ready=lambda address: ready.set()))
     await ready.wait()
@@ -87,7 +87,7 @@ async def test_cancelling_the_task_is_graceful(data_dir: Path):
         assert (await api.ask("GET", "/healthz"))["epoch"] == 2
 
 
-async def test_the_epoch_is_in_every_answer(api: Api):
+async def test_every_response_has_the_epoch(api: Api):
     for method, path, status in (("GET", "/healthz", 200), ("GET", "/nothing", 404), ("POST", "/v1/runs", 400)):
         async with api.session.request(method, path) as answer:
             assert answer.status == status

@@ -54,17 +54,16 @@ class Adapters:
     spec: PolicySpec
     limit: int | None = None
     revision: int = 0
-    #: Names of the frozen adapters at the servers, most recently used last.
-    _recency: list[str] = field(default_factory=list)
     _versions: dict[Version, str] = field(default_factory=dict)
     #: The newest version that a server has had.
     served: Version = BASE
-    _served_before: Version = BASE
+    _previously_served: Version = BASE
     _servers: dict[str, _AdapterServer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._paths = {self._at_server(adapter.name): adapter.path for adapter in self.spec.adapters}
         self._pinned = {self._at_server(adapter.name) for adapter in self.spec.adapters if adapter.pinned}
+        #: Names of the frozen adapters at the servers, most recently used last.
         self._recency = [self._at_server(adapter.name) for adapter in reversed(self.spec.adapters)]
         self._in_use: set[str] = set()
 
@@ -84,7 +83,7 @@ class Adapters:
                 server.failures, server.retry_at = 0, 0.0
 
     def _drop_versions_except(self, versions: set[Version]) -> None:
-        keep = versions | {self.served, self._served_before}
+        keep = versions | {self.served, self._previously_served}
         self._versions = {version: path for version, path in self._versions.items() if version in keep}
 
     def use(self, in_use: Collection[str]) -> None:
@@ -135,7 +134,7 @@ class Adapters:
     def record_served(self, version: Version) -> None:
         """Record that a server has this version, or had it before this process started."""
         if version > self.served:
-            self.served, self._served_before = version, self.served
+            self.served, self._previously_served = version, self.served
             self._drop_versions_except({version for version in self._versions if version > self.served})
 
     # Calls ----------------------------------------------------------------------------------------------------

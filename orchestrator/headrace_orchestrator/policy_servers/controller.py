@@ -112,14 +112,14 @@ class Controller:
             if server.paused_at is not None and not server.pending_call and server.weights_known:
                 self._removed_while_paused.append(address)
             self.revision += 1
-        for address, drains in servers.items():
+        for address, draining in servers.items():
             if address not in self.servers:
                 self.servers[address] = WatchedServer(address, self._run)
                 self.revision += 1
             server = self.servers[address]
             other_run = (others or {}).get(address, "")
-            if (server.drains, server.other_run) != (drains, other_run):
-                server.drains, server.other_run = drains, other_run
+            if (server.draining, server.other_run) != (draining, other_run):
+                server.draining, server.other_run = draining, other_run
                 server.maybe_foreign = server.maybe_foreign or bool(other_run)
                 self._update_state(server)
 
@@ -284,7 +284,7 @@ class Controller:
 
     def _may_begin_sync(self, server: WatchedServer, now: float) -> bool:
         target = self.target
-        if target.version is None or not server.up or server.drains or server.retry_at > now:
+        if target.version is None or not server.up or server.draining or server.retry_at > now:
             return False
         if any(other.last_probe is None for other in self.servers.values()):
             return False  # wait for the first probe of each, so that all that answer sync together
@@ -351,7 +351,7 @@ class Controller:
                 "list some in policy.endpoints, or add them with `headrace servers`"
             )
             return [_reason(version, f"{text}.", kind="no-servers")]
-        behind = [server for server in self.servers.values() if not server.drains and server.version != version]
+        behind = [server for server in self.servers.values() if not server.draining and server.version != version]
         problems = [(server.address, server.sync_problem) for server in behind if server.sync_problem is not None]
         if problems:
             details = "; ".join(f"{address}: {problem.message}" for address, problem in problems)
@@ -382,7 +382,7 @@ class Controller:
             return "syncing", f"version {server.sync_target[0] if server.sync_target else None} is being loaded"
         if probe.problem:
             return "ejected", probe.problem
-        if server.drains:
+        if server.draining:
             return "draining", ""
         if server.other_run:
             return "ejected", f"run {server.other_run} loads its weights into it"

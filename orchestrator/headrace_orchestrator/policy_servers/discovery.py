@@ -87,9 +87,9 @@ class Discovery:
                     del known.vanished[address]
                 else:
                     resolved[address] = True
-            drains = listed.get(name, True)
-            resolved |= {address: drains and resolved.get(address, True) for address in known.addresses}
-        return resolved | {server: drains for server, drains in listed.items() if not server.startswith(DNS_PREFIX)}
+            draining = listed.get(name, True)
+            resolved |= {address: draining and resolved.get(address, True) for address in known.addresses}
+        return resolved | {server: draining for server, draining in listed.items() if not server.startswith(DNS_PREFIX)}
 
     def reasons(self) -> list[Reason]:
         """The reasons for which names have no servers."""

@@ -47,7 +47,7 @@ class WatchedServer:
     def __init__(self, address: str, run: str = "") -> None:
         self._run = run
         self.address = address
-        self.drains = False
+        self.draining = False
         #: The other run that loads its weights into this server; empty if none does.
         self.other_run = ""
         #: True if its weights may be those of another run, whatever they are called.
