@@ -13,7 +13,6 @@ import functools
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -191,9 +190,9 @@ class OrchestratorApp:
             response = reply
         else:
             response = HttpResponse(msgspec.json.encode(reply), status=route.status)
-        if request.granted_s is None:
-            return response
-        return replace(response, headers={**response.headers, HEADER_WAIT_S: f"{request.granted_s:g}"})
+        if request.granted_s is not None:
+            response.headers = {**response.headers, HEADER_WAIT_S: f"{request.granted_s:g}"}
+        return response
 
 
 async def _no_more_messages() -> Message:

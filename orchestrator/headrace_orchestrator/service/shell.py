@@ -108,7 +108,7 @@ class Shell:
         the service drains; returns the last result. Raises ClientDisconnected."""
         while True:
             result = await attempt()
-            remaining_s = deadline - self.now()
+            remaining_s = deadline - self._clock()
             if complete(result) or self.draining or remaining_s <= 0:
                 return result
             await queue.wait(remaining_s, disconnected)

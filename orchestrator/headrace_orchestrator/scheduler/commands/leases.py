@@ -104,7 +104,8 @@ def _renew(
     worker.listed = now
     cancels: list[messages.Cancel] = []
     valid = 0
-    find, runs = state.episodes.get, state.runs
+    find = state.episodes.get
+    run, deadline = "", 0.0  # most attempts of a worker are of one run
     for key in holding:
         episode = find(key.episode)
         if episode is None:
@@ -113,7 +114,10 @@ def _renew(
             cancels.append(messages.Cancel(episode=key.episode, attempt=key.attempt, reason="superseded", record=False))
         elif episode.state == "leased":
             valid += 1
-            episode.deadline = now + runs[episode.group.run].spec.attempt_lease_s
+            if episode.group.run != run:
+                run = episode.group.run
+                deadline = now + state.runs[run].spec.attempt_lease_s
+            episode.deadline = deadline
         elif episode.state == "cancelling":
             # Not renewed: the wait for a worker that does not stop ends after one term.
             valid += 1

@@ -44,7 +44,7 @@ def judge(state: SchedulerState, worker: str, nonce: str, outcome: EpisodeEnded,
         return "superseded"
     if not mine:
         return "not-yours"
-    run = state.run_of(episode)
+    run = state.runs[episode.group.run]
     _require_fit(run, episode, outcome)
     failure = outcome.failure
     if failure is not None and failure.retryable and outcome.status == "failed" and episode.state != "cancelling":
@@ -82,12 +82,11 @@ def _require_fit(run: Run, episode: Episode, outcome: EpisodeEnded) -> None:
         )
     if not outcome.by_worker:
         raise InvalidTrajectory(f"The record of episode {episode.id} names no worker; {episode.worker} ran it.")
-    for version in (outcome.low, outcome.high):
+    low, high = outcome.low, outcome.high
+    for version in (low,) if low == high else (low, high):
         if version is not None:
             run.versions.require_known(version)
-    if group.evaluation is not None:
-        for version in (outcome.low, outcome.high):
-            if version is not None and version != group.evaluation.version:
+            if group.evaluation is not None and version != group.evaluation.version:
                 raise InvalidTrajectory(
                     f"Episode {episode.id} belongs to evaluation {evaluation}, pinned to version "
                     f"{group.evaluation.version}, and has a turn of version {version}.",
