@@ -5,78 +5,14 @@
 * Over HTTP an error is a problem body (RFC 9457), and a client raises it again as the same class.
 * A failure inside an episode is an ``EpisodeFailure``: it is recorded with its layer and never scored.
 
-The tree::
+The base classes::
 
     HeadraceError
-    ├── RequestError                        the caller sent a request that cannot be carried out  (4xx)
-    │   ├── InvalidRequest                  400  malformed
-    │   ├── Unauthorized                    401  the token is missing or unknown
-    │   ├── Forbidden                       403  the token's role does not allow this
-    │   ├── NotFound                        404
-    │   │   ├── UnknownRun
-    │   │   ├── UnknownBatch
-    │   │   ├── UnknownTrajectory
-    │   │   ├── UnknownAsset
-    │   │   ├── UnknownGroup
-    │   │   ├── UnknownEvaluation
-    │   │   ├── UnknownServer
-    │   │   └── UnknownEnvironment
-    │   ├── MethodNotAllowed                405  the route exists, but not with this method
-    │   ├── Conflict                        409  well formed, but not allowed in the current state
-    │   │   ├── RunExists
-    │   │   ├── GroupExists
-    │   │   ├── BatchAlreadyAcked
-    │   │   ├── BatchSuperseded             an old generation, or an expired lease
-    │   │   ├── ShardsNotFetched            acked before every rank fetched its shard
-    │   │   ├── SessionSuperseded           a newer process of the learner took over
-    │   │   ├── AttemptSuperseded           a newer attempt of the episode exists
-    │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
-    │   │   ├── AssetsMissing               a record refers to assets that are not stored: send them again
-    │   │   ├── VersionUnknown              never announced
-    │   │   └── VersionConflict             announced out of order
-    │   ├── RequestTooLarge                 413  the body exceeds the server's limit
-    │   ├── InvalidRunSpec                  422
-    │   ├── InvalidAsset                    422  the bytes are not the declared image or array
-    │   ├── InvalidWeights                  422  no policy server could load the announced weights
-    │   │   ├── WeightsMissing
-    │   │   ├── WeightsDamaged              truncated, or not safetensors
-    │   │   ├── WeightsDoNotFit             tensors or shapes differ from the loaded model's
-    │   │   └── AdapterDoesNotFit           the rank differs from the loaded adapter's
-    │   └── InvalidTrajectory               422
-    │       ├── UnreadableRecord            the bytes are not a record of this schema
-    │       ├── WrongDtype
-    │       ├── WrongShape
-    │       ├── TokenOutOfRange
-    │       ├── NonFiniteValue              a NaN, an infinity, or a logprob above 0
-    │       ├── NotAppendOnly
-    │       ├── SpansDoNotCover
-    │       ├── VersionRunsDoNotCover
-    │       ├── PlaceholdersDoNotMatch
-    │       └── FailureHasReward            the status and the failure disagree
-    ├── ServiceError                        the service failed  (5xx)
-    │   ├── Unavailable                     503  starting, draining or unreachable; try again
-    │   ├── StoreError                      507  the disk cannot be written
-    │   ├── CorruptRecord                   500  a stored record fails its checksum
-    │   ├── CorruptAsset                    500  a stored asset does not match its name
-    │   └── InternalError                   500
-    ├── ServingEnd                          a pull ended without a batch
-    │   ├── NothingToServe                  the caller's timeout passed; says why
-    │   ├── GroupEnded                      an awaited group was retired unserved
-    │   ├── GroupIncomplete                 an awaited group has fewer episodes than requested
-    │   └── RunFinished                     the tasks are exhausted, or the run was closed
-    ├── SetupError                          this process cannot start as configured
-    │   ├── PortInUse
-    │   ├── DataDirectoryInUse
-    │   ├── UnknownLogFormat                this version cannot read the format of the data
-    │   └── MissingExtra
-    └── EpisodeFailure                      one subclass per layer; stored as a ``Failure``
-        ├── PolicyFailure
-        ├── EnvironmentFailure
-        ├── SandboxFailure
-        ├── ToolFailure
-        ├── SimulatorFailure
-        ├── JudgeFailure
-        └── InfrastructureFailure
+    ├── RequestError      the caller sent a request that cannot be carried out (4xx)
+    ├── ServiceError      the service failed (5xx)
+    ├── ServingEnd        a pull ended without a batch
+    ├── SetupError        this process cannot start as configured
+    └── EpisodeFailure    an episode failed
 """
 
 from __future__ import annotations
@@ -88,7 +24,6 @@ Layer = Literal["policy", "environment", "sandbox", "tool", "simulator", "judge"
 """The part of the system in which a failure happened."""
 
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-
 
 TYPE_PREFIX = "urn:headrace:problem:"
 """Prefix of ``type`` in every problem body of Headrace."""
@@ -277,12 +212,14 @@ class AttemptSuperseded(Conflict):
 
 
 class AttemptNotYours(Conflict):
+    """The attempt belongs to another worker, or the nonce is wrong."""
+
     code = "attempt-not-yours"
     title = "The attempt belongs to another worker"
 
 
 class AssetsMissing(Conflict):
-    """A record refers to assets that are not stored; ``extra["assets"]`` names them. The record is not stored."""
+    """A record refers to assets that are not stored; ``extra["assets"]`` names them. Send both again."""
 
     code = "assets-missing"
     title = "Assets of the record are not stored"
@@ -337,6 +274,8 @@ class WeightsMissing(InvalidWeights):
 
 
 class WeightsDamaged(InvalidWeights):
+    """A weight file is truncated, or is not safetensors."""
+
     code = "weights-damaged"
     title = "The weight files are damaged"
 
@@ -380,6 +319,8 @@ class TokenOutOfRange(InvalidTrajectory):
 
 
 class NonFiniteValue(InvalidTrajectory):
+    """A NaN, an infinity, or a logprob above 0."""
+
     code = "non-finite-value"
     title = "A reward or logprob is not a finite number in range"
 
@@ -516,7 +457,7 @@ class MissingExtra(SetupError):
 
 
 class EpisodeFailure(HeadraceError):
-    """A failure inside an episode. Stored as ``Failure(layer, kind, message, retryable)``."""
+    """A failure inside an episode; one subclass per layer. Stored as ``Failure(layer, kind, message, retryable)``."""
 
     code = "episode-failure"
     title = "The episode failed"

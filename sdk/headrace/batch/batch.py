@@ -203,7 +203,7 @@ class Batch:
             segments = trajectory.segments
             span = slice(starts[index], starts[index + 1])
             if s >= len(segments) or len(segments[s].turns) != span.stop - span.start:
-                raise self._disagreement(f"row {index} does not match segment {s} of trajectory {t}")
+                raise disagreement(self.manifest, f"row {index} does not match segment {s} of trajectory {t}")
             rows.append(
                 Row(
                     index=numbers[index],
@@ -317,7 +317,7 @@ class Batch:
         for name, column in computed.columns.items():
             self._require_column(name, column)
         for path, ours, theirs in differences(msgspec.to_builtins(computed.manifest), msgspec.to_builtins(stated)):
-            raise self._disagreement(f"{path} is {theirs!r}, but {ours!r} by its records")
+            raise disagreement(self.manifest, f"{path} is {theirs!r}, but {ours!r} by its records")
 
     def _verify_shard(self) -> None:
         heads = [(decode_head(record), len(record)) for record in self._record_views()]
@@ -331,7 +331,7 @@ class Batch:
         places = zip(*(self.columns[name].tolist() for name in _ROW_PLACE[:2]), strict=True)
         rows = [row_at.get(place, -1) for place in places]
         if -1 in rows:
-            raise self._disagreement(f"row {rows.index(-1)} of the shard is not in its records")
+            raise disagreement(self.manifest, f"row {rows.index(-1)} of the shard is not in its records")
         starts = computed["row_turn_offsets"]
         turns = np.concatenate([np.arange(0), *(np.arange(starts[row], starts[row + 1]) for row in rows)])
         for name in PER_TURN:
@@ -344,7 +344,7 @@ class Batch:
         received = self.columns.get(name)
         tolerance = ADVANTAGE_TOLERANCE if name == "advantages" else MOMENT_TOLERANCE
         if received is None or not agree(received, computed, tolerance):
-            raise self._disagreement(f"column {name!r} disagrees with its records")
+            raise disagreement(self.manifest, f"column {name!r} disagrees with its records")
 
     def _require_whole(self, subject: str) -> None:
         if self.shard is not None:
@@ -388,9 +388,6 @@ class Batch:
 
     def _record_views(self) -> list[memoryview]:
         return [self.records[start:end] for start, end in self._spans]
-
-    def _disagreement(self, problem: str) -> InvalidRequest:
-        return disagreement(self.manifest, problem)
 
 
 def _only(head: TrajectoryHead, number: int, rows: set[tuple[int, int]]) -> TrajectoryHead:

@@ -190,7 +190,7 @@ def _estimate(estimator: EstimatorSettings, strands: Strands) -> Estimate:
 
 
 def _version_ranges(group: GroupInput) -> list[tuple[Version, Version]]:
-    return [found for head, _ in group.members if (found := head.version_range()) is not None]
+    return [bounds for head, _ in group.members if (bounds := head.version_range()) is not None]
 
 
 def _group_entries(

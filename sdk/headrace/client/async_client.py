@@ -105,8 +105,6 @@ class AsyncClient(AsyncMethods):
                 except HeadraceError as error:
                     log.warning("The batch leases of run %r could not be renewed: %s", run, error)
 
-    # Batches
-
     async def pull(
         self,
         run: str,
@@ -197,8 +195,6 @@ class AsyncClient(AsyncMethods):
         if resumed.batches:
             self._start_renewals()
         return resumed
-
-    # Trajectories
 
     async def trajectories(
         self,

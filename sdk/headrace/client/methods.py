@@ -59,8 +59,6 @@ class BlockingMethods:
     def _run(self, operation: Operation[T]) -> T:
         raise NotImplementedError
 
-    # Runs
-
     create_run = blocking(Operations.create_run)
     runs = blocking(Operations.runs)
     run = blocking(Operations.run)
@@ -68,33 +66,23 @@ class BlockingMethods:
     status = blocking(Operations.status)
     drain_worker = blocking(Operations.drain_worker)
 
-    # Batches
-
     ack = blocking(Operations.ack)
     nack = blocking(Operations.nack)
-
-    # Versions
+    doing = blocking(Operations.doing)
 
     announce = blocking(Operations.announce)
     rewind = blocking(Operations.rewind)
-    set_priorities = blocking(Operations.set_priorities)
-    doing = blocking(Operations.doing)
     hold = blocking(Operations.hold)
-
-    # Policy servers
 
     servers = blocking(Operations.servers)
     add_server = blocking(Operations.add_server)
     drain_server = blocking(Operations.drain_server)
     remove_server = blocking(Operations.remove_server)
 
-    # Groups and evaluations
-
     submit_groups = blocking(Operations.submit_groups)
+    set_priorities = blocking(Operations.set_priorities)
     evaluate = blocking(Operations.evaluate)
     evaluation = blocking(Operations.evaluation)
-
-    # Trajectories
 
     trajectory = blocking(Operations.trajectory)
     asset = blocking(Operations.asset)
@@ -109,8 +97,6 @@ class AsyncMethods:
     async def _run(self, operation: Operation[T]) -> T:
         raise NotImplementedError
 
-    # Runs
-
     create_run = awaitable(Operations.create_run)
     runs = awaitable(Operations.runs)
     run = awaitable(Operations.run)
@@ -118,33 +104,23 @@ class AsyncMethods:
     status = awaitable(Operations.status)
     drain_worker = awaitable(Operations.drain_worker)
 
-    # Batches
-
     ack = awaitable(Operations.ack)
     nack = awaitable(Operations.nack)
-
-    # Versions
+    doing = awaitable(Operations.doing)
 
     announce = awaitable(Operations.announce)
     rewind = awaitable(Operations.rewind)
-    set_priorities = awaitable(Operations.set_priorities)
-    doing = awaitable(Operations.doing)
     hold = awaitable(Operations.hold)
-
-    # Policy servers
 
     servers = awaitable(Operations.servers)
     add_server = awaitable(Operations.add_server)
     drain_server = awaitable(Operations.drain_server)
     remove_server = awaitable(Operations.remove_server)
 
-    # Groups and evaluations
-
     submit_groups = awaitable(Operations.submit_groups)
+    set_priorities = awaitable(Operations.set_priorities)
     evaluate = awaitable(Operations.evaluate)
     evaluation = awaitable(Operations.evaluation)
-
-    # Trajectories
 
     trajectory = awaitable(Operations.trajectory)
     asset = awaitable(Operations.asset)

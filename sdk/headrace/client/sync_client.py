@@ -116,8 +116,6 @@ class Client(BlockingMethods):
     def _run(self, operation: Operation[T]) -> T:
         return run_operation(operation, self._connections.send, time.sleep)
 
-    # Batches
-
     def pull(
         self,
         run: str,
@@ -213,8 +211,6 @@ class Client(BlockingMethods):
         if self._keepalive is not None and resumed.batches:
             self._keepalive.wake()
         return resumed
-
-    # Trajectories
 
     def trajectories(
         self,

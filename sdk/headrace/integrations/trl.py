@@ -110,7 +110,7 @@ class HeadraceRollouts:
         if prefetcher is not None:
             prefetcher.close()
         reason = f"the trainer stopped with {self.rollout_buffer.clear()} samples left"
-        for batch in self._held():
+        for batch in [*self._finished, *([] if self._batch is None else [self._batch])]:
             self._end(batch, lambda batch: self._client.nack(batch, reason))
         self._batch, self._finished = None, []
 
@@ -172,9 +172,6 @@ class HeadraceRollouts:
         if self._batch is not None and not self.rollout_buffer.qsize():
             self._finished.append(self._batch)
             self._batch = None
-
-    def _held(self) -> list[Batch]:
-        return [*self._finished, *([] if self._batch is None else [self._batch])]
 
     def _ack(self, count: int) -> None:
         """Ack ``count`` finished batches without a version, the oldest first."""

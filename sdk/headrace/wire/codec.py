@@ -198,21 +198,6 @@ def decode_head(buffer: Buffer) -> TrajectoryHead:
     return _decode_head(_head_decoder, view[_PREFIX.size : head_end])
 
 
-def record_schema(buffer: Buffer) -> int:
-    """The wire schema stated by a record; reads only the first bytes. Raises UnreadableRecord."""
-    if len(buffer) < _PREFIX.size:
-        raise _unreadable(f"{len(buffer)} bytes are too few")
-    magic, schema, _, _, _ = _PREFIX.unpack_from(buffer)
-    if magic != _MAGIC:
-        raise _unreadable(f"it starts with {bytes(magic)!r}, not {_MAGIC!r}")
-    return int(schema)
-
-
-def record_size(buffer: Buffer) -> int:
-    """Size in bytes of the record at the start of the buffer, a multiple of 64. Raises UnreadableRecord."""
-    return _read_prefix(memoryview(buffer), whole_head=False)[1]
-
-
 def record_sizes(records: memoryview, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Sizes i64[n] in bytes stated by the records at offsets ``starts`` i64[n]; -1 where no record starts."""
     if len(records) < _PREFIX.size:
@@ -277,15 +262,17 @@ def _decode_head(decoder: msgspec.msgpack.Decoder[_Head], head: memoryview) -> _
         raise _unreadable(f"its head does not decode: {error}") from error
 
 
-def _read_prefix(view: memoryview, whole_head: bool = True) -> tuple[int, int]:
+def _read_prefix(view: memoryview) -> tuple[int, int]:
     """The end of the head and the size of the record, both checked."""
     if len(view) < _PREFIX.size:
         raise _unreadable(f"{len(view)} bytes are too few")
     magic, schema, reserved, head_length, size = _PREFIX.unpack_from(view)
-    if magic != _MAGIC or schema != SCHEMA:
-        raise _unreadable(f"its wire schema is {record_schema(view)}, this version reads {SCHEMA}")
+    if magic != _MAGIC:
+        raise _unreadable(f"it starts with {bytes(magic)!r}, not {_MAGIC!r}")
+    if schema != SCHEMA:
+        raise _unreadable(f"its wire schema is {schema}, this version reads {SCHEMA}")
     head_end = _PREFIX.size + head_length
-    if reserved or size % ALIGNMENT or padded(head_end) > size or (whole_head and head_end > len(view)):
+    if reserved or size % ALIGNMENT or padded(head_end) > size or head_end > len(view):
         raise _unreadable(f"its sizes disagree: head {head_length}, record {size}, buffer {len(view)} bytes")
     return head_end, size
 

@@ -194,7 +194,7 @@ class BatchOperations(RunOperations, TrajectoryOperations):
 
     def _read_batch(self, run: str, response: ApiResponse) -> Batch | messages.EmptyReply:
         if response.media_type == "application/json":
-            return _read_empty_reply(response)
+            return json_reader(messages.EmptyReply)(response)
         if response.media_type != messages.BATCH_MEDIA_TYPE:
             raise unexpected_body(response, "a batch")
         try:
@@ -300,6 +300,3 @@ class BatchOperations(RunOperations, TrajectoryOperations):
     def _report(self, run: str, doing: messages.Doing, retry_for_s: float | None) -> Operation[None]:
         body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
         return self.command("POST", "runs", run, "doing", body=body, retry_for_s=retry_for_s)
-
-
-_read_empty_reply = json_reader(messages.EmptyReply)
