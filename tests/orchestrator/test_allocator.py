@@ -37,8 +37,8 @@ before = resident_mb()
 my_turn, all_had_one = threading.Lock(), threading.Barrier(8)
 def use():
     with my_turn:
-        held = [bytearray(1 << 20) for _ in range(30)]
-        del held
+        buffers = [bytearray(1 << 20) for _ in range(30)]
+        del buffers
     all_had_one.wait()
 threads = [threading.Thread(target=use) for _ in range(8)]
 [thread.start() for thread in threads]; [thread.join() for thread in threads]
@@ -78,7 +78,7 @@ def test_free_memory_is_returned_whichever_thread_used_it():
 def measure(code: str, *, apply: bool = True) -> float:
     """Run code in a new process, with or without the settings; returns the number that it prints."""
     call = "keep_freed_memory()\n" if apply else ""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PREPARATION + call + code],
         env={name: value for name, value in os.environ.items() if not name.startswith(ALLOCATOR_VARIABLES)},
         capture_output=True,
@@ -86,4 +86,4 @@ def measure(code: str, *, apply: bool = True) -> float:
         check=True,
         timeout=60,
     )
-    return float(done.stdout)
+    return float(result.stdout)

@@ -21,11 +21,11 @@ async def scrape(api: Api) -> dict[str, dict[tuple[tuple[str, str], ...], float]
     async with api.session.get("/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = await answer.text()
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return found
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
 
 
 async def test_every_name_begins_with_headrace_and_counters_end_in_total(api: Api):
@@ -49,9 +49,9 @@ async def test_metrics_are_served_while_the_disk_refuses_writes_and_show_it(api:
     assert (await scrape(api))["headrace_disk_refuses"][()] == 0
     with refusing_disk(monkeypatch):
         await api.ask("POST", "/v1/runs/run/close", status=507)
-        found = await scrape(api)
-        assert (found["headrace_disk_refuses"][()], found["headrace_ready"][()]) == (1, 0)
-        assert (("run", "run"),) in found["headrace_run_active"]
+        samples = await scrape(api)
+        assert (samples["headrace_disk_refuses"][()], samples["headrace_ready"][()]) == (1, 0)
+        assert (("run", "run"),) in samples["headrace_run_active"]
         for method, path, body in (
             ("GET", "/readyz", None),
             ("GET", "/v1/status", None),
@@ -77,31 +77,31 @@ async def test_the_metrics_count_the_events_of_a_run(api: Api):
     await api.submit(submission(zip(attempts, records, strict=True)))
     batch = await api.pull()
     await api.ack(batch, "0.1")
-    found = await scrape(api)
+    samples = await scrape(api)
 
     run = (("run", "run"),)
-    assert found["headrace_episodes_total"][*run, ("status", "finished")] == 3
-    assert found["headrace_episodes_total"][*run, ("status", "failed")] == 1
-    assert found["headrace_episode_failures_total"][("layer", "sandbox"), *run] == 1
-    assert found["headrace_submissions_total"][(("verdict", "accepted"),)] == 4
-    assert found["headrace_batches_total"][("event", "formed"), *run] == 1
-    assert found["headrace_batches_total"][("event", "acked"), *run] == 1
-    assert found["headrace_groups_retired_total"][("reason", "acked"), *run] == 2
-    assert found["headrace_selected_total"][("rule", "fifo"), *run] == 2
-    assert found["headrace_selected_total"][("rule", "short"), *run] == 1
-    assert found["headrace_empty_pulls_total"]
-    assert found["headrace_pull_wait_seconds_count"][run] == 2
-    assert found["headrace_batch_staleness_versions_count"][run] == 1
-    assert found["headrace_log_sync_seconds_count"][()] >= 1
-    assert found["headrace_store_trajectories"][()] == 4
-    assert found["headrace_store_log_bytes"][()] > 0
-    assert {name for name in found if name.startswith("headrace_store_")} == {
+    assert samples["headrace_episodes_total"][*run, ("status", "finished")] == 3
+    assert samples["headrace_episodes_total"][*run, ("status", "failed")] == 1
+    assert samples["headrace_episode_failures_total"][("layer", "sandbox"), *run] == 1
+    assert samples["headrace_submissions_total"][(("verdict", "accepted"),)] == 4
+    assert samples["headrace_batches_total"][("event", "formed"), *run] == 1
+    assert samples["headrace_batches_total"][("event", "acked"), *run] == 1
+    assert samples["headrace_groups_retired_total"][("reason", "acked"), *run] == 2
+    assert samples["headrace_selected_total"][("rule", "fifo"), *run] == 2
+    assert samples["headrace_selected_total"][("rule", "short"), *run] == 1
+    assert samples["headrace_empty_pulls_total"]
+    assert samples["headrace_pull_wait_seconds_count"][run] == 2
+    assert samples["headrace_batch_staleness_versions_count"][run] == 1
+    assert samples["headrace_log_sync_seconds_count"][()] >= 1
+    assert samples["headrace_store_trajectories"][()] == 4
+    assert samples["headrace_store_log_bytes"][()] > 0
+    assert {name for name in samples if name.startswith("headrace_store_")} == {
         f"headrace_store_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}" for name in STORE_HELP
     }
-    assert found["headrace_pool_slots"][(("pool", "default"),)] == 64
-    assert ("run", "run") in next(iter(found["headrace_run_credit_groups"]))
-    assert (*run, ("state", "open")) in found["headrace_run_groups"]
-    assert found["headrace_ready"][()] == 1
+    assert samples["headrace_pool_slots"][(("pool", "default"),)] == 64
+    assert ("run", "run") in next(iter(samples["headrace_run_credit_groups"]))
+    assert (*run, ("state", "open")) in samples["headrace_run_groups"]
+    assert samples["headrace_ready"][()] == 1
 
 
 async def test_requests_are_counted_by_route_template(api: Api):

@@ -140,10 +140,10 @@ def check_extra(extra: str, modules: tuple[str, ...]) -> DoctorCheck:
 def check_space(data: Path) -> DoctorCheck:
     """Check the free disk space at the data directory."""
     free = shutil.disk_usage(_existing(data)).free
-    found = f"{free / 2**30:.1f} GiB free at {data}"
+    observed = f"{free / 2**30:.1f} GiB free at {data}"
     if free < FREE_BYTES:
-        return DoctorCheck("warn", "disk space", found, "Choose another --data; a full disk refuses submissions.")
-    return DoctorCheck("ok", "disk space", found)
+        return DoctorCheck("warn", "disk space", observed, "Choose another --data; a full disk refuses submissions.")
+    return DoctorCheck("ok", "disk space", observed)
 
 
 def check_syncs(data: Path) -> DoctorCheck:
@@ -161,10 +161,10 @@ def check_syncs(data: Path) -> DoctorCheck:
         hint = "Put the data directory on a writable disk that supports sync."
         return DoctorCheck("fail", "fdatasync", f"{error.strerror} at {data}", hint)
     median = sorted(times)[SYNCS // 2]
-    found = f"median {median * 1000:.2f} ms"
+    observed = f"median {median * 1000:.2f} ms"
     if median > SLOW_SYNC_S:
-        return DoctorCheck("warn", "fdatasync", found, "Submissions wait for it; put --data on a local SSD.")
-    return DoctorCheck("ok", "fdatasync", found)
+        return DoctorCheck("warn", "fdatasync", observed, "Submissions wait for it; put --data on a local SSD.")
+    return DoctorCheck("ok", "fdatasync", observed)
 
 
 def check_port(port: int) -> DoctorCheck:
@@ -186,8 +186,8 @@ def check_port(port: int) -> DoctorCheck:
 def check_browser() -> DoctorCheck:
     """Look for a browser, which only the tests of the pages need."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return DoctorCheck("ok", "browser", found)
+        if observed := shutil.which(name):
+            return DoctorCheck("ok", "browser", observed)
     return DoctorCheck("warn", "browser", "no chromium", "Only tests of the pages need it: apt-get install chromium")
 
 

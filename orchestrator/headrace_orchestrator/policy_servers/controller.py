@@ -63,12 +63,12 @@ class PolicyServerCall(NamedTuple):
 
 
 class WeightTarget(NamedTuple):
-    """The weights that a run's servers should hold. ``version``: None if the learner loads them itself. ``held``: the
+    """The weights that a run's servers should hold. ``version``: None if the learner loads them itself. ``served``: the
     newest served version. ``hold``: an evaluation during which no server may be paused, and its remaining seconds."""
 
     version: Version | None = None
     weights: Weights | None = None
-    held: Version = Version(0, 0)
+    served: Version = Version(0, 0)
     hold: tuple[str, float] = ("", 0.0)
 
 
@@ -361,7 +361,7 @@ class Controller:
             return []
         evaluation, hold_s = self.target.hold
         if hold_s > 0:
-            text = f"weight sync of version {version} waits: evaluation {evaluation} holds version {self.target.held}"
+            text = f"weight sync of version {version} waits: evaluation {evaluation} holds version {self.target.served}"
             return [
                 _reason(version, f"{text} for up to {hold_s:.0f} s.", evaluation=evaluation, hold_s=round(hold_s, 1))
             ]
@@ -396,7 +396,7 @@ class Controller:
         target = self.target
         if server.version != target.version or server.maybe_foreign:
             return False
-        return target.version in (target.held, server.loaded_version)
+        return target.version in (target.served, server.loaded_version)
 
     def _weights_problem(self, server: WatchedServer, probe: ProbeResult) -> str:
         """The reason that an answering server must not take requests; empty if it may."""
@@ -411,7 +411,7 @@ class Controller:
         foreign = server.maybe_foreign or (version == target.version and not self._holds_target(server))
         if version is not None and foreign:
             return f"its weights {version} may be another run's; it should hold this run's {target.version}{cause}"
-        if version in (target.version, target.held):
+        if version in (target.version, target.served):
             return ""
         if version is None:
             return f"it does not report the version of its weights; it should hold {target.version}"

@@ -113,7 +113,7 @@ class PolicyServerWatch:
         hold_s, holders = sync_hold(run, now)
         self._take_servers()
         if self._adapting.trains or run.done:
-            controller.take_target(WeightTarget(held=servers.held))  # who is over leaves its servers to others
+            controller.take_target(WeightTarget(served=servers.held))  # who is over leaves its servers to others
         else:
             hold = (holders[0] if holders else "", hold_s)
             controller.take_target(WeightTarget(servers.target, servers.weights, servers.held, hold))

@@ -32,7 +32,7 @@ def headrace(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> Headrace:
 
 
 def run_status(**fields: Any) -> messages.RunStatus:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "name": "guess",
         "state": "active",
         "version": "0.3",
@@ -51,7 +51,7 @@ def run_status(**fields: Any) -> messages.RunStatus:
         "reasons": [],
         "mean_reward": 0.625,
     }
-    return messages.RunStatus(**{**given, **fields})
+    return messages.RunStatus(**{**defaults, **fields})
 
 
 def waiting_run() -> messages.RunStatus:
@@ -63,7 +63,7 @@ def service_status(**fields: Any) -> messages.ServiceStatus:
     worker = messages.WorkerStatus(
         worker="w1", pool="default", capabilities=[], slots=8, leased=3, seen_s=0.5, draining=False
     )
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "epoch": 2,
         "version": "0.0.1",
         "uptime_s": 90.0,
@@ -71,4 +71,4 @@ def service_status(**fields: Any) -> messages.ServiceStatus:
         "workers": [worker],
         "store": {},
     }
-    return messages.ServiceStatus(**{**given, **fields})
+    return messages.ServiceStatus(**{**defaults, **fields})

@@ -139,8 +139,8 @@ def test_runs_are_a_table_of_tabs_when_piped(headrace: Headrace, stub: StubServe
 
 def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", ok([run_status()]))
-    (found,) = json.loads(headrace("runs", "--json").stdout)
-    assert (found["name"], found["in_flight"]) == ("guess", 7)
+    (status,) = json.loads(headrace("runs", "--json").stdout)
+    assert (status["name"], status["in_flight"]) == ("guess", 7)
 
 
 SERVERS = messages.PolicyServersReply(
@@ -284,7 +284,7 @@ def test_the_schema_has_every_field_with_type_default_and_meaning(headrace: Head
 
 
 def summary(number: int, **fields: Any) -> messages.TrajectorySummary:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "id": builders.make_id(number),
         "run": "guess",
         "group": "g",
@@ -301,12 +301,12 @@ def summary(number: int, **fields: Any) -> messages.TrajectorySummary:
         "low": "0.1",
         "high": "0.2",
     }
-    return messages.TrajectorySummary(**{**given, **fields})
+    return messages.TrajectorySummary(**{**defaults, **fields})
 
 
 def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: StubServer) -> None:
-    found = messages.TrajectoryList(epoch=1, trajectories=[summary(1), summary(2)], next="2")
-    stub.on("GET /v1/runs/guess/trajectories", ok(found))
+    listing = messages.TrajectoryList(epoch=1, trajectories=[summary(1), summary(2)], next="2")
+    stub.on("GET /v1/runs/guess/trajectories", ok(listing))
     listed = headrace("trajectories", "list", "guess", "--limit", "3", "--status", "finished")
     assert len(listed.stdout.splitlines()) == 4
     assert "0.1…0.2" in listed.stdout
@@ -371,9 +371,9 @@ def test_doctor_ends_with_1_if_a_check_failed_and_prints_a_remedy(
     monkeypatch.setattr("headrace_orchestrator.cli.output.CLI_RETRY_FOR_S", 0.0)
     checked = headrace("doctor", "--data", str(tmp_path), "--url", "http://127.0.0.1:1", "--json")
     assert checked.exit_code == 1
-    found = {check["name"]: check for check in json.loads(checked.stdout)}
-    assert found["python"]["verdict"] == "ok"
-    assert (found["orchestrator"]["verdict"], found["orchestrator"]["hint"]) == (
+    checks = {check["name"]: check for check in json.loads(checked.stdout)}
+    assert checks["python"]["verdict"] == "ok"
+    assert (checks["orchestrator"]["verdict"], checks["orchestrator"]["hint"]) == (
         "fail",
         "Start one with `headrace up`.",
     )

@@ -61,11 +61,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_table_has_tokens_logprobs_and_rewards_of_the_record(stored: Path, tmp_path: Path):
-    done = export(stored, tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    found = rows(tmp_path / "out")
-    assert [row["id"] for row in found] == [trajectory.id for trajectory in STORED]
-    for row, trajectory in zip(found, STORED, strict=True):
+    result = export(stored, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    table = rows(tmp_path / "out")
+    assert [row["id"] for row in table] == [trajectory.id for trajectory in STORED]
+    for row, trajectory in zip(table, STORED, strict=True):
         assert (row["run"], row["environment"]) == (trajectory.run, trajectory.task.environment)
         assert (row["status"], row["seed"]) == (trajectory.status, str(trajectory.task.seed))
         for got, segment in zip(row["segments"], trajectory.segments, strict=True):
@@ -74,19 +74,19 @@ def test_a_table_has_tokens_logprobs_and_rewards_of_the_record(stored: Path, tmp
             assert got["logprobs"] == segment.logprobs.tolist()
             assert [turn["reward"] for turn in got["turns"]] == [turn.reward for turn in segment.turns]
             assert [version["version"] for version in got["versions"]] == [str(v.version) for v in segment.versions]
-    assert json.loads(found[0]["infos"]) == STORED[0].infos
-    assert (found[0]["version_min"], found[3]["version_max"]) == ("0.1", "0.2")
-    assert json.loads(found[4]["example"]) == {"question": "?"}
-    assert found[5]["messages"][0]["content"] == "see "
-    assert found[5]["messages"][0]["images"] == ["a" * 64]
+    assert json.loads(table[0]["infos"]) == STORED[0].infos
+    assert (table[0]["version_min"], table[3]["version_max"]) == ("0.1", "0.2")
+    assert json.loads(table[4]["example"]) == {"question": "?"}
+    assert table[5]["messages"][0]["content"] == "see "
+    assert table[5]["messages"][0]["images"] == ["a" * 64]
 
 
 def test_a_failed_trajectory_has_no_reward(stored: Path, tmp_path: Path):
     export(stored, tmp_path / "out")
-    found = rows(tmp_path / "out")
-    assert [row["reward"] for row in found] == [1.0, 1.0, None, 1.25, 1.0, 1.0]
-    assert found[2]["failure"]["kind"] == "step-raised"
-    assert found[0]["failure"] is None
+    table = rows(tmp_path / "out")
+    assert [row["reward"] for row in table] == [1.0, 1.0, None, 1.25, 1.0, 1.0]
+    assert table[2]["failure"]["kind"] == "step-raised"
+    assert table[0]["failure"] is None
 
 
 def test_a_line_of_json_has_every_field_of_the_record(stored: Path, tmp_path: Path):
@@ -128,7 +128,7 @@ def test_large_exports_have_many_files(stored: Path, tmp_path: Path, monkeypatch
 
 
 def test_only_matching_trajectories_are_exported(stored: Path, tmp_path: Path):
-    for number, (wanted, count) in enumerate(
+    for number, (criteria, count) in enumerate(
         [
             (("--run", "other"), 1),
             (("--status", "failed"), 1),
@@ -139,8 +139,8 @@ def test_only_matching_trajectories_are_exported(stored: Path, tmp_path: Path):
             (("--tag", "hard", "--tag", "easy"), 0),
         ]
     ):
-        done = export(stored, tmp_path / str(number), "--json", *wanted)
-        assert json.loads(done.stdout)["trajectories"] == count, wanted
+        result = export(stored, tmp_path / str(number), "--json", *criteria)
+        assert json.loads(result.stdout)["trajectories"] == count, criteria
 
 
 def test_a_damaged_record_is_named_and_left_out_and_with_strict_it_ends_the_export(stored: Path, tmp_path: Path):
@@ -148,43 +148,43 @@ def test_a_damaged_record_is_named_and_left_out_and_with_strict_it_ends_the_expo
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    done = export(stored, tmp_path / "out")
-    assert done.exit_code == 0
-    assert "Left out: 00000001.log at offset 0" in done.stderr
+    result = export(stored, tmp_path / "out")
+    assert result.exit_code == 0
+    assert "Left out: 00000001.log at offset 0" in result.stderr
     assert len(rows(tmp_path / "out")) == len(STORED) - 1
-    done = export(stored, tmp_path / "strict", "--strict")
-    assert done.exit_code == 1
-    assert "offset 0 of 00000001.log" in done.stderr
+    result = export(stored, tmp_path / "strict", "--strict")
+    assert result.exit_code == 1
+    assert "offset 0 of 00000001.log" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
 
 
 def test_an_existing_folder_is_not_changed(stored: Path, tmp_path: Path):
     (tmp_path / "out").mkdir()
-    done = export(stored, tmp_path / "out")
-    assert done.exit_code == 1
-    assert "already exists" in done.stderr
+    result = export(stored, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "already exists" in result.stderr
 
 
 def test_without_pyarrow_the_error_names_the_extra(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    done = export(stored, tmp_path / "out")
-    assert done.exit_code == 1
-    assert "pip install 'headrace[export]'" in done.stderr
+    result = export(stored, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "pip install 'headrace[export]'" in result.stderr
     assert export(stored, tmp_path / "lines", "--format", "jsonl").exit_code == 0
 
 
 def test_assets_of_the_exported_trajectories_are_exported_with_them(tmp_path: Path):
-    found, lost = (make_asset(content, "image/png") for content in (b"an image", b"another"))
+    intact, lost = (make_asset(content, "image/png") for content in (b"an image", b"another"))
     log = tmp_path / "data" / "log"
     log.mkdir(parents=True)
-    record = codec.encode(make_trajectory(assets=[found.entry, lost.entry]))
+    record = codec.encode(make_trajectory(assets=[intact.entry, lost.entry]))
     (log / "00000001.log").write_bytes(b"".join(pack_frame(FrameType.TRAJECTORY, record)))
-    path = asset_path(tmp_path / "data" / "assets", found.name)
+    path = asset_path(tmp_path / "data" / "assets", intact.name)
     path.parent.mkdir(parents=True)
-    path.write_bytes(found.data)
+    path.write_bytes(intact.data)
     report = json.loads(export(tmp_path / "data", tmp_path / "out", "--json").stdout)
     assert (report["assets"], list(report["damaged_assets"])) == (1, [lost.name])
-    assert read_asset(tmp_path / "out" / "assets", found.name) == found.data
+    assert read_asset(tmp_path / "out" / "assets", intact.name) == intact.data
     assert export(tmp_path / "data", tmp_path / "strict", "--strict").exit_code == 1
 
 
@@ -206,21 +206,21 @@ def test_an_empty_directory_gives_an_empty_table(tmp_path: Path):
 
 
 def test_an_invalid_version_is_refused(stored: Path, tmp_path: Path):
-    done = export(stored, tmp_path / "out", "--low", "seven")
-    assert done.exit_code == 2
-    assert "lineage.n" in done.stderr
+    result = export(stored, tmp_path / "out", "--low", "seven")
+    assert result.exit_code == 2
+    assert "lineage.n" in result.stderr
 
 
 def test_an_export_of_an_unknown_run_lists_the_known_runs(stored: Path, tmp_path: Path):
-    done = export(stored, tmp_path / "out", "--run", "other-name")
-    assert done.exit_code != 0
-    assert "The run 'other-name' does not exist" in done.stderr
-    assert f"Runs of {stored}: " in done.stderr
+    result = export(stored, tmp_path / "out", "--run", "other-name")
+    assert result.exit_code != 0
+    assert "The run 'other-name' does not exist" in result.stderr
+    assert f"Runs of {stored}: " in result.stderr
 
 
-@pytest.mark.parametrize("wanted", [("--run", "other-name"), ("--tag", "hrad")])
-def test_an_export_that_matches_nothing_leaves_no_folder(stored: Path, tmp_path: Path, wanted: tuple[str, ...]):
-    assert "nothing was written" in export(stored, tmp_path / "out", *wanted).stderr
+@pytest.mark.parametrize("criteria", [("--run", "other-name"), ("--tag", "hrad")])
+def test_an_export_that_matches_nothing_leaves_no_folder(stored: Path, tmp_path: Path, criteria: tuple[str, ...]):
+    assert "nothing was written" in export(stored, tmp_path / "out", *criteria).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert export(stored, tmp_path / "out", "--tag", "hard").exit_code == 0
     assert len(rows(tmp_path / "out")) == 1

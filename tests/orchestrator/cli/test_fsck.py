@@ -52,11 +52,11 @@ async def a_history(api: Api) -> tuple[Batch, Batch]:
 
 def frames(data: Path) -> list[tuple[Path, Any]]:
     """Every frame of the log, with its file."""
-    found = []
+    all_frames = []
     for file in sorted((data / "log").glob("*.log")):
         with file.open("rb") as stream:
-            found += [(file, item) for item in scan(stream)]
-    return found
+            all_frames += [(file, item) for item in scan(stream)]
+    return all_frames
 
 
 def fsck(*arguments: str | Path) -> Result:
@@ -72,9 +72,9 @@ async def test_a_sound_directory_ends_with_0_and_nothing_is_written(data_dir: Pa
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await a_history(api)
     before = listing(data_dir)
-    done = fsck(data_dir)
-    assert (done.exit_code, done.stdout) == (0, "")
-    assert "All is sound" in done.stderr
+    result = fsck(data_dir)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "All is sound" in result.stderr
     report = json.loads(fsck(data_dir, "--json").stdout)
     assert report["findings"] == []
     assert report["files"] > 1
@@ -97,16 +97,16 @@ async def test_lost_records_end_with_5_and_are_named_with_their_cost(data_dir: P
         _acked, _ = await a_history(api)
     file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY)
     flip(file, frame.offset + 64 + 30)
-    done = fsck(data_dir)
-    assert done.exit_code == LOST
-    assert f"log/{file.name} at offset {frame.offset}" in done.stdout
-    assert "1 file, " in done.stderr
-    assert done.stderr.splitlines()[-1] == "1 finding."
+    result = fsck(data_dir)
+    assert result.exit_code == LOST
+    assert f"log/{file.name} at offset {frame.offset}" in result.stdout
+    assert "1 file, " in result.stderr
+    assert result.stderr.splitlines()[-1] == "1 finding."
     finding = only(check(data_dir))
     assert (finding.kind, finding.type, finding.lost) == ("record", "trajectory", True)
     assert (finding.offset, finding.size_bytes) == (frame.offset, frame.size)
     assert len(finding.names) == 1
-    assert finding.names[0] in done.stdout
+    assert finding.names[0] in result.stdout
     assert "trajectory is lost" in finding.cost
     # Its name is known from the projection even where nothing of it can be read.
     flip(file, frame.offset + 9)
@@ -160,11 +160,11 @@ async def test_heads_and_footers_are_checked(data_dir: Path):
 async def test_the_footer_reveals_a_replaced_frame(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await a_history(api)
-    found = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY]
+    records = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY]
     first, second = next(
         (one, other)
-        for one, other in itertools.pairwise(found)
-        if one[0] == other[0] and one[1].size == other[1].size and one[0].name != found[-1][0].name
+        for one, other in itertools.pairwise(records)
+        if one[0] == other[0] and one[1].size == other[1].size and one[0].name != records[-1][0].name
     )
     file = first[0]
     data = bytearray(file.read_bytes())
@@ -177,17 +177,17 @@ async def test_the_footer_reveals_a_replaced_frame(data_dir: Path):
 async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await a_history(api)
-    found = sorted((data_dir / "log").glob("*.log"))
-    assert len(found) >= 3
-    whole = found[1].read_bytes()
-    last = [item for file, item in frames(data_dir) if file == found[1]][-2:]
-    found[1].write_bytes(whole[: last[0].offset])
+    files = sorted((data_dir / "log").glob("*.log"))
+    assert len(files) >= 3
+    whole = files[1].read_bytes()
+    last = [item for file, item in frames(data_dir) if file == files[1]][-2:]
+    files[1].write_bytes(whole[: last[0].offset])
     findings = [finding for finding in check(data_dir).findings if finding.kind == "file"]
     assert [(finding.file, finding.size_bytes, finding.lost) for finding in findings] == [
-        (f"log/{found[1].name}", len(whole) - last[0].offset, True)
+        (f"log/{files[1].name}", len(whole) - last[0].offset, True)
     ]
-    found[1].write_bytes(whole)
-    found[1].unlink()
+    files[1].write_bytes(whole)
+    files[1].unlink()
     (finding,) = check(data_dir).findings
     assert (finding.kind, finding.problem) == ("file", "00000002.log after it is missing")
 
@@ -208,9 +208,9 @@ async def test_records_deleted_by_retention_are_not_damage_while_listings_still_
 async def test_the_projection_reveals_a_truncated_log(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_history(api)
-    found = [item for _, item in frames(data_dir)]
+    items = [item for _, item in frames(data_dir)]
     file = path_of(data_dir / "log", 1)
-    last = next(item for item in reversed(found) if item.type is FrameType.TRAJECTORY)
+    last = next(item for item in reversed(items) if item.type is FrameType.TRAJECTORY)
     file.write_bytes(file.read_bytes()[: last.offset])
     finding = only(check(data_dir))
     assert (finding.kind, finding.lost, finding.offset) == ("file", True, last.offset)
@@ -223,9 +223,9 @@ async def test_an_unfinished_append_is_not_damage(data_dir: Path):
     file = path_of(data_dir / "log", 1)
     with file.open("ab") as stream:
         stream.write(file.read_bytes()[:100])
-    done = fsck(data_dir)
-    assert done.exit_code == 0
-    assert "last 100 bytes are an unfinished append" in done.stderr
+    result = fsck(data_dir)
+    assert result.exit_code == 0
+    assert "last 100 bytes are an unfinished append" in result.stderr
 
 
 async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):
@@ -277,8 +277,8 @@ async def test_a_projection_that_differs_from_the_log_is_named_and_rebuilt(data_
         assert table in findings[0].problem
         assert set(findings[0].names) <= set(values.values())
         assert fsck(data_dir).exit_code == DAMAGED
-        done = fsck("--rebuild", data_dir)
-        assert done.exit_code == 0, done.output
+        result = fsck("--rebuild", data_dir)
+        assert result.exit_code == 0, result.output
         assert rows(file) == lived
     async with orchestrator(data_dir) as api:
         assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) >= 8
@@ -300,9 +300,9 @@ async def test_a_projection_is_not_rebuilt_under_a_running_service(data_dir: Pat
     async with orchestrator(data_dir) as api:
         await a_history(api)
         before = (data_dir / "projection.sqlite").stat().st_ino
-        done = fsck("--rebuild", data_dir)
-        assert done.exit_code == 1
-        assert "running orchestrator" in done.stderr
+        result = fsck("--rebuild", data_dir)
+        assert result.exit_code == 1
+        assert "running orchestrator" in result.stderr
         assert (data_dir / "projection.sqlite").stat().st_ino == before
 
 
@@ -312,9 +312,9 @@ async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
     (data_dir / "projection.sqlite").unlink()
     assert check(data_dir).findings == []
     for arguments in ((data_dir.parent,), ("--rebuild", data_dir.parent)):
-        done = fsck(*arguments)
-        assert done.exit_code == 1
-        assert "not a data directory" in done.stderr
+        result = fsck(*arguments)
+        assert result.exit_code == 1
+        assert "not a data directory" in result.stderr
 
 
 OPERATIONS = ("play", "play", "fail", "pull", "ack", "create", "close", "restart")
@@ -329,12 +329,12 @@ async def live_through(data: Path, operations: list[str]) -> None:
             if once:
                 await api.create_run(max_staleness=2)
                 once = False
-            held: list[Batch] = []
+            open_batches: list[Batch] = []
             while waiting and (operation := waiting.pop(0)) != "restart":
-                await take(api, operation, names, held)
+                await take(api, operation, names, open_batches)
 
 
-async def take(api: Api, operation: str, names: list[str], held: list[Batch]) -> None:
+async def take(api: Api, operation: str, names: list[str], open_batches: list[Batch]) -> None:
     run = names[-1]
     if operation == "play":
         await api.play(free=3)
@@ -344,9 +344,9 @@ async def take(api: Api, operation: str, names: list[str], held: list[Batch]) ->
         await api.submit(submission((a, record_for(a, **broken)) for a in await api.lease(free=2)))
     elif operation == "pull":
         batch = await api.pull(run)
-        held += [batch] if isinstance(batch, Batch) else []
-    elif operation == "ack" and held:
-        batch = held.pop()
+        open_batches += [batch] if isinstance(batch, Batch) else []
+    elif operation == "ack" and open_batches:
+        batch = open_batches.pop()
         version = (await api.ask("GET", f"/v1/runs/{batch.run}"))["version"]
         await api.ack(batch, str(Version(Version.parse(version).lineage, Version.parse(version).n + 1)))
     elif operation == "create":
@@ -354,7 +354,7 @@ async def take(api: Api, operation: str, names: list[str], held: list[Batch]) ->
         await api.create_run(name=names[-1], group_size=1, batch_size=1)
     elif operation == "close":
         await api.ask("POST", f"/v1/runs/{run}/close")
-        held[:] = [batch for batch in held if batch.run != run]
+        open_batches[:] = [batch for batch in open_batches if batch.run != run]
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

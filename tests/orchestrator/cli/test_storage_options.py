@@ -15,11 +15,11 @@ GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", 
 
 def taken(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
     """What a command gets."""
-    found: dict[str, Any] = {}
-    command = click.command()(storage_options(lambda **given: found.update(given)))
+    values: dict[str, Any] = {}
+    command = click.command()(storage_options(lambda **options: values.update(options)))
     result = CliRunner().invoke(command, arguments, env=environment)
     assert result.exit_code == 0, result.output
-    return found
+    return values
 
 
 def test_by_default_nothing_is_deleted_and_only_a_full_disk_stops_admission():

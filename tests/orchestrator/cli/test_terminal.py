@@ -111,18 +111,18 @@ def test_a_transcript_names_images_and_their_text() -> None:
 
 
 def test_text_from_a_model_cannot_control_a_terminal(headrace: Headrace, stub: StubServer) -> None:
-    said = "\x1b]0;owned\x07\x1b[2J\tA\u202eB\r"
-    stored = builders.make_trajectory(messages=[Message(role="assistant", content=said)])
+    text = "\x1b]0;owned\x07\x1b[2J\tA\u202eB\r"
+    stored = builders.make_trajectory(messages=[Message(role="assistant", content=text)])
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
     stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
-    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch(said)))
+    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch(text)))
     shown = headrace("trajectories", "show", stored.id).stdout
     assert r"\x1b]0;owned\x07\x1b[2J" in shown
     assert r"A\u202eB\x0d" in shown
-    failing = wire.Reason(code="policy-failing", message=said)
+    failing = wire.Reason(code="policy-failing", message=text)
     stub.on("GET /v1/runs", ok([run_status(learner_waiting=True, reasons=[failing])]))
     stub.on("GET /v1/status", ok(service_status(runs=[run_status(learner_waiting=True, reasons=[failing])])))
-    stub.on("GET /v1/runs/guess", problem(UnknownRun(said)))
+    stub.on("GET /v1/runs/guess", problem(UnknownRun(text)))
     for command in (["runs"], ["top"], ["close", "guess"], ["servers", "guess"]):
         assert "\x1b" not in headrace(*command).output
 
@@ -139,14 +139,14 @@ def test_a_transcript_of_several_agents_names_the_recipient_of_a_message() -> No
 
 
 def test_g11_a_transcript_shows_sampled_ids_and_text_if_the_environment_got_only_a_part() -> None:
-    given = builders.make_trajectory()
-    (segment,) = given.segments
+    played = builders.make_trajectory()
+    (segment,) = played.segments
     turns = [msgspec.structs.replace(segment.turns[0], said="hello</a>\nX [b]")]
-    cut = msgspec.structs.replace(given, segments=[msgspec.structs.replace(segment, turns=turns)])
+    cut = msgspec.structs.replace(played, segments=[msgspec.structs.replace(segment, turns=turns)])
     ids = segment.token_ids[turns[0].start : turns[0].end].tolist()
     shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nas text: 'hello</a>\\nX \\[b]'"
     assert f"[yellow]{shown}[/]" in list(trajectories.transcript(cut, 1.0, None))
-    assert not any("as text: " in line for line in trajectories.transcript(given, 1.0, None))
+    assert not any("as text: " in line for line in trajectories.transcript(played, 1.0, None))
 
 
 def test_an_empty_action_is_shown_explicitly() -> None:

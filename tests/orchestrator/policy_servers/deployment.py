@@ -65,15 +65,15 @@ class Tap:
 @asynccontextmanager
 async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
     """Run a tap in front of a double; yields it and its address."""
-    made = Tap(behind)
+    proxy = Tap(behind)
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.answer)
+    app.router.add_route("*", "/{path:.*}", proxy.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        yield made, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield proxy, f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -90,7 +90,7 @@ class Deployment:
     async def create_run(self, **fields: Any) -> None:
         """Create a run that never waits for its learner."""
         sync = {"pause_lease_s": 4.0, **fields.pop("sync", {})}
-        given: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "environments": [{"id": "game:GuessTheNumber-v0-easy"}],
             "group_size": 2,
             "batch_size": 16,
@@ -98,7 +98,7 @@ class Deployment:
             "policy": {"endpoints": self.addresses, "sync": sync, **fields.pop("policy", {})},
             "sampling": {"max_tokens": 32},
         }
-        await self.api.create_run(**{**given, **fields})
+        await self.api.create_run(**{**defaults, **fields})
 
     def write(self, n: int) -> messages.Weights:
         """Write the weights of a version."""
@@ -128,7 +128,7 @@ class Deployment:
 
     async def until_served(self, n: int) -> None:
         """Wait until all servers serve a version."""
-        await self.until(lambda found: all((s.state, s.version) == ("serving", f"0.{n}") for s in found.values()))
+        await self.until(lambda servers: all((s.state, s.version) == ("serving", f"0.{n}") for s in servers.values()))
 
     async def until_said(self, text: str, within_s: float = 20) -> messages.Reason:
         """Wait until a reason of the run contains a text."""
@@ -143,15 +143,15 @@ class Deployment:
 
     async def records(self) -> list[Trajectory]:
         """All stored trajectories."""
-        found, before = [], ""
+        records, before = [], ""
         while True:
             page = await self.api.ask("GET", f"/v1/runs/run/trajectories?limit=1000{before and f'&before={before}'}")
             for line in page["trajectories"]:
                 async with self.api.session.get(f"/v1/trajectories/{line['id']}") as response:
-                    found.append(codec.decode(await response.read()))
+                    records.append(codec.decode(await response.read()))
             before = page.get("next", "")
             if not before:
-                return found
+                return records
 
     async def until_played(self, count: int, within_s: float = 60) -> None:
         """Wait until ``count`` more episodes have ended."""
@@ -159,8 +159,8 @@ class Deployment:
         async def ended() -> int:
             return sum((await self.api.ask("GET", "/v1/runs/run"))["episodes"].values())
 
-        wanted, end = await ended() + count, time.monotonic() + within_s
-        while await ended() < wanted:
+        target, end = await ended() + count, time.monotonic() + within_s
+        while await ended() < target:
             assert time.monotonic() < end, await self.api.ask("GET", "/v1/runs/run")
             await asyncio.sleep(0.05)
 
@@ -211,8 +211,8 @@ async def deployment(
         if tapped:
             pairs = [await stack.enter_async_context(tap(address)) for address in addresses]
             taps, addresses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        made, orchestrator = await stack.enter_async_context(working(tmp_path, addresses, slots, imports))
-        yield made, taps, orchestrator
+        deployed, orchestrator = await stack.enter_async_context(working(tmp_path, addresses, slots, imports))
+        yield deployed, taps, orchestrator
 
 
 @asynccontextmanager

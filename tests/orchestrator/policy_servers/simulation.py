@@ -28,10 +28,10 @@ that ends half-way; "silent": not carried out, but answered as a success."""
 class Engine:
     """The real state of one engine: the weights in its memory, the name that it gives them, and its pause."""
 
-    def __init__(self, held: Version) -> None:
+    def __init__(self, weights: Version) -> None:
         self.up = True
-        self.holds: Version | str = held
-        self.name = str(held)
+        self.holds: Version | str = weights
+        self.name = str(weights)
         self.paused_at: float | None = None
         self.requests_ended = False
 
@@ -123,7 +123,7 @@ class World:
             self.pending.append(PendingCall(self.now + min(takes_s, call.timeout_s), call, fault))
         self.events += self.controller.take_events()
         if self.controller.newest_served and self.target.version is not None:
-            self.target = self.target._replace(held=self.target.version)
+            self.target = self.target._replace(served=self.target.version)
         self._check()
 
     def _random_fault(self) -> Fault:

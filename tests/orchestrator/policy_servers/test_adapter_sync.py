@@ -25,8 +25,8 @@ def frozen_weights(name: str) -> Floats:
     return np.random.default_rng(zlib.crc32(name.encode())).normal(scale=0.5, size=SIZE)
 
 
-def trained(made: Deployment, n: int, **fields: int) -> messages.Weights:
-    path = made.folder / f"math-{n}"
+def trained(deployed: Deployment, n: int, **fields: int) -> messages.Weights:
+    path = deployed.folder / f"math-{n}"
     write_adapter(path, weights_of(Version(0, n)), **fields)
     return messages.Weights(path=str(path), kind="adapter")
 
@@ -38,19 +38,19 @@ async def names(address: str) -> list[str]:
 async def test_adapter_versions_are_loaded_during_running_episodes_and_every_turn_records_its_version(
     tmp_path: Path,
 ) -> None:
-    async with deployment(tmp_path) as (made, _, _):
-        await made.create_run(policy=MATH)
-        await made.until_played(2)
+    async with deployment(tmp_path) as (deployed, _, _):
+        await deployed.create_run(policy=MATH)
+        await deployed.until_played(2)
         for n in range(1, 6):
-            await made.announce(n, trained(made, n))
-            await made.until_served(n)
-            await made.until_played(2)
-        await made.until_played(6)  # earlier episodes have ended
-        assert {f"0.{n}" for n in (0, 5)} <= await made.check_truth()
-        records = await made.records()
+            await deployed.announce(n, trained(deployed, n))
+            await deployed.until_served(n)
+            await deployed.until_played(2)
+        await deployed.until_played(6)  # earlier episodes have ended
+        assert {f"0.{n}" for n in (0, 5)} <= await deployed.check_truth()
+        records = await deployed.records()
         assert {segment.policy.adapter for record in records for segment in record.segments} == {"math"}
-        assert set(await names(made.addresses[0])) == {"policy", "run/math@0.4", "run/math@0.5"}
-        assert (await get(made.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base model stays"
+        assert set(await names(deployed.addresses[0])) == {"policy", "run/math@0.4", "run/math@0.5"}
+        assert (await get(deployed.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base model stays"
 
 
 async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_another(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_an
         adapter = segment.policy.adapter or ""
         return weights_of(version) if adapter == "math" else frozen_weights(adapter)
 
-    async with deployment(tmp_path, servers=1) as (made, _, _):
-        await made.create_run(environments=[{"id": "game:Nim-v0"}], policy=policy)
-        await made.announce(1, trained(made, 1))
-        await made.until_played(12)
-        await made.check_truth(weights)
+    async with deployment(tmp_path, servers=1) as (deployed, _, _):
+        await deployed.create_run(environments=[{"id": "game:Nim-v0"}], policy=policy)
+        await deployed.announce(1, trained(deployed, 1))
+        await deployed.until_played(12)
+        await deployed.check_truth(weights)
         played = defaultdict(set)
-        for record in await made.records():
+        for record in await deployed.records():
             for segment in record.segments:
                 if not segment.train:
                     played[record.group].add(segment.policy.adapter)
@@ -82,33 +82,33 @@ async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_an
 
 async def test_an_unfit_adapter_is_refused_with_the_reason_and_the_served_version_stays(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
-        made = Deployment("", api, tmp_path, [one])
-        await made.create_run(policy=MATH)
-        await made.announce(1, trained(made, 1))
-        await made.until_served(1)
-        await made.announce(2, trained(made, 2, rank=64))
-        assert "LoRA rank 64" in (await made.until_said("adapter")).message
-        incomplete = trained(made, 3)
+        deployed = Deployment("", api, tmp_path, [one])
+        await deployed.create_run(policy=MATH)
+        await deployed.announce(1, trained(deployed, 1))
+        await deployed.until_served(1)
+        await deployed.announce(2, trained(deployed, 2, rank=64))
+        assert "LoRA rank 64" in (await deployed.until_said("adapter")).message
+        incomplete = trained(deployed, 3)
         Path(incomplete.path, FILE).unlink()
-        await made.announce(3, incomplete)
-        await made.until_said("once it is complete")
-        await made.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
-        await made.until_said("No adapter found")
-        (server,) = (await made.servers()).servers
+        await deployed.announce(3, incomplete)
+        await deployed.until_said("once it is complete")
+        await deployed.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+        await deployed.until_said("No adapter found")
+        (server,) = (await deployed.servers()).servers
         assert (server.state, server.version) == ("serving", "0.1")
-        await made.announce(5, trained(made, 5))
-        await made.until_served(5)
+        await deployed.announce(5, trained(deployed, 5))
+        await deployed.until_served(5)
         await api.ask("POST", "/v1/runs/run/close")
-        await made.until(lambda servers: not servers)
+        await deployed.until(lambda servers: not servers)
         assert await names(one) == ["policy"], "closing a run unloads its adapters"
 
 
 async def test_a_run_accepts_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
-        made = Deployment("", api, tmp_path, [one])
-        await made.create_run(policy=MATH)
-        request = messages.VersionRequest(version="0.1", weights=made.write(1))
-        problem = await made.api.ask("POST", "/v1/runs/run/version", request, status=400)
+        deployed = Deployment("", api, tmp_path, [one])
+        await deployed.create_run(policy=MATH)
+        request = messages.VersionRequest(version="0.1", weights=deployed.write(1))
+        problem = await deployed.api.ask("POST", "/v1/runs/run/version", request, status=400)
         assert "trains adapter 'math'" in problem["detail"]
 
 
@@ -117,10 +117,10 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
 ) -> None:
     async with double() as one:
         async with orchestrator(tmp_path / "data") as api:
-            made = Deployment("", api, tmp_path, [one])
-            await made.create_run(policy=MATH)
-            await made.announce(1, trained(made, 1))
-            await made.until_served(1)
+            deployed = Deployment("", api, tmp_path, [one])
+            await deployed.create_run(policy=MATH)
+            await deployed.announce(1, trained(deployed, 1))
+            await deployed.until_served(1)
         await post(one, "/v1/unload_lora_adapter", {"lora_name": "run/math@0.1"})
         async with orchestrator(tmp_path / "data") as api:
             await Deployment("", api, tmp_path, [one]).until_served(1)

@@ -63,10 +63,10 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
 async def status(api: Api, enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     end = time.monotonic() + 20
-    while not enough(found := await api.ask("GET", "/v1/runs/run")):
-        assert time.monotonic() < end, found
+    while not enough(reply := await api.ask("GET", "/v1/runs/run")):
+        assert time.monotonic() < end, reply
         await asyncio.sleep(0.01)
-    return found
+    return reply
 
 
 async def test_a_run_has_its_cap_before_its_first_episode_is_granted(api: Api) -> None:
@@ -99,7 +99,7 @@ async def test_the_cap_follows_the_metrics_of_a_server_and_waiting_workers_get_i
         engine.set(request_success_total=2)
         assert len(await waiting) == 2
         engine.set(num_preemptions_total=50)
-        await status(api, lambda found: found["attainable"] < 6)
+        await status(api, lambda reply: reply["attainable"] < 6)
 
 
 async def test_a_server_without_metrics_lifts_the_cap(api: Api) -> None:
@@ -107,7 +107,7 @@ async def test_a_server_without_metrics_lifts_the_cap(api: Api) -> None:
     engine.metrics = None
     async with serving(engine) as one:
         await api.create_run(**LARGE, policy={"endpoints": [one], "admission": {"start": 4}})
-        await status(api, lambda found: found.get("attainable") is None)
+        await status(api, lambda reply: reply.get("attainable") is None)
         assert len(await api.lease(free=60)) == 60
 
 
@@ -132,10 +132,10 @@ async def test_servers_change_with_the_addresses_of_their_name(api: Api, names: 
     async with double() as one:
         port = one.rsplit(":", 1)[1]
         await api.create_run(**LARGE, policy={"endpoints": [f"dns+http://vllm.test:{port}"]})
-        found = await status(api, lambda found: any("resolves to no address" in r["message"] for r in found["reasons"]))
-        assert [reason["code"] for reason in found["reasons"] if reason["code"] == "no-policy-servers"]
+        reply = await status(api, lambda reply: any("resolves to no address" in r["message"] for r in reply["reasons"]))
+        assert [reason["code"] for reason in reply["reasons"] if reason["code"] == "no-policy-servers"]
         names["vllm.test"] = ["127.0.0.1"]
-        await until(api, lambda found: set(found) == {one} and found[one].state == "serving")
+        await until(api, lambda reply: set(reply) == {one} and reply[one].state == "serving")
         names["vllm.test"] = ["127.0.0.2"]
-        await until(api, lambda found: one in found and found[one].state == "draining" and len(found) == 2)
-    await until(api, lambda found: one not in found)
+        await until(api, lambda reply: one in reply and reply[one].state == "draining" and len(reply) == 2)
+    await until(api, lambda reply: one not in reply)

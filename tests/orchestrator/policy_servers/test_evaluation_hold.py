@@ -18,19 +18,19 @@ SLOW = "policies:Slow"
 EPISODES = 16
 
 
-async def run_at_version_4(made: Deployment) -> None:
-    await made.create_run(
+async def run_at_version_4(deployed: Deployment) -> None:
+    await deployed.create_run(
         environments=[{"id": SLOW}], group_size=4, batch_size=16, max_staleness=1, attempt_lease_s=2.0
     )
-    await made.announce(4)
-    await made.until_served(4)
+    await deployed.announce(4)
+    await deployed.until_served(4)
 
 
-async def train(made: Deployment, upto: int, within_s: float = 60.0) -> list[str]:
+async def train(deployed: Deployment, upto: int, within_s: float = 60.0) -> list[str]:
     """Pull and ack as fast as possible until a batch of version ``upto``; returns the reasons of empty pulls."""
     n, reasons, end = 4, [], time.monotonic() + within_s
     while time.monotonic() < end:
-        reply = await made.api.pull(wait_s=0.5)
+        reply = await deployed.api.pull(wait_s=0.5)
         if isinstance(reply, Batch):
             if reply.version.n >= upto:
                 return reasons
@@ -40,26 +40,26 @@ async def train(made: Deployment, upto: int, within_s: float = 60.0) -> list[str
                 session="one",
                 generation=reply.generation,
                 version=f"0.{n}",
-                weights=made.write(n),
+                weights=deployed.write(n),
             )
-            await made.api.ask("POST", f"/v1/runs/run/batches/{reply.id}/ack", body)
+            await deployed.api.ask("POST", f"/v1/runs/run/batches/{reply.id}/ack", body)
         else:
             reasons += [reason.message for reason in reply.reasons]
     raise AssertionError(reasons)
 
 
-async def report(made: Deployment, evaluation: str) -> messages.EvaluationReply:
+async def report(deployed: Deployment, evaluation: str) -> messages.EvaluationReply:
     """Wait for the result of an evaluation."""
     while True:
-        answer = await made.api.ask("GET", f"/v1/runs/run/evaluations/{evaluation}?wait_s=5")
+        answer = await deployed.api.ask("GET", f"/v1/runs/run/evaluations/{evaluation}?wait_s=5")
         reply = msgspec.convert(answer, messages.EvaluationReply)
         if reply.finished:
             return reply
 
 
-async def check_pinned(made: Deployment, evaluation: str) -> None:
+async def check_pinned(deployed: Deployment, evaluation: str) -> None:
     """Check that the pinned version sampled every turn of the evaluation."""
-    records = [record for record in await made.records() if record.provenance.evaluation == evaluation]
+    records = [record for record in await deployed.records() if record.provenance.evaluation == evaluation]
     assert len(records) >= EPISODES - 1
     for record in records:
         assert {str(run.version) for segment in record.segments for run in segment.versions} <= {"0.4"}
@@ -74,41 +74,41 @@ async def test_g03_weights_wait_for_an_evaluation_with_a_reason_for_the_learner_
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
-        made,
+        deployed,
         _,
         _,
     ):
-        await run_at_version_4(made)
-        started = await made.api.ask(
+        await run_at_version_4(deployed)
+        started = await deployed.api.ask(
             "POST", "/v1/runs/run/evaluations", messages.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
         )
-        result = asyncio.create_task(report(made, started["evaluation"]))
-        reasons = await train(made, upto=6)
+        result = asyncio.create_task(report(deployed, started["evaluation"]))
+        reasons = await train(deployed, upto=6)
         assert any(f"evaluation {started['evaluation']} holds version 0.4 for" in text for text in reasons), set(
             reasons
         )
-        done = await result
-        assert (done.done, done.wanted, done.version) == (EPISODES, EPISODES, "0.4")
-        await check_pinned(made, done.evaluation)
-        assert (await made.servers()).skipped[:1] == ["0.5"]
+        reply = await result
+        assert (reply.done, reply.wanted, reply.version) == (EPISODES, EPISODES, "0.4")
+        await check_pinned(deployed, reply.evaluation)
+        assert (await deployed.servers()).skipped[:1] == ["0.5"]
 
 
 async def test_g03_the_hold_of_an_evaluation_ends_at_its_deadline_after_a_dead_client_and_a_stalled_episode(
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
-        made,
+        deployed,
         _,
         _,
     ):
-        await run_at_version_4(made)
-        wanted = msgspec.json.encode(tasks(stalling=1)).decode()
-        with learner(made, "client.evaluate('run', __import__('json').loads(sys.argv[2]), deadline_s=10)", wanted):
-            evaluation = (await made.until_said("runs: ")).facts["evaluation"]
-        await train(made, upto=6)
-        done = await report(made, evaluation)
-        assert (done.done, done.wanted) == (EPISODES - 1, EPISODES)
-        (stopped,) = [line for line in done.episodes if line.status == "cancelled"]
+        await run_at_version_4(deployed)
+        encoded = msgspec.json.encode(tasks(stalling=1)).decode()
+        with learner(deployed, "client.evaluate('run', __import__('json').loads(sys.argv[2]), deadline_s=10)", encoded):
+            evaluation = (await deployed.until_said("runs: ")).facts["evaluation"]
+        await train(deployed, upto=6)
+        reply = await report(deployed, evaluation)
+        assert (reply.done, reply.wanted) == (EPISODES - 1, EPISODES)
+        (stopped,) = [line for line in reply.episodes if line.status == "cancelled"]
         assert stopped.failure is not None
         assert stopped.failure.message == "deadline"
-        await check_pinned(made, evaluation)
+        await check_pinned(deployed, evaluation)

@@ -22,92 +22,92 @@ async def weights(address: str) -> bytes:
 async def test_ten_updates_under_load_lose_no_episode_and_every_turn_records_its_true_version(
     tmp_path: Path, order: str, pause: str
 ) -> None:
-    async with deployment(tmp_path) as (made, _, _):
-        await made.create_run(sync={"order": order, "pause": pause})
-        await made.until_played(4)
+    async with deployment(tmp_path) as (deployed, _, _):
+        await deployed.create_run(sync={"order": order, "pause": pause})
+        await deployed.until_played(4)
         for n in range(1, 11):
-            await made.announce(n)
-            await made.until_served(n)
-            await made.until_played(2)
-        await made.until_played(SLOTS + 2)
-        assert {"0.0", "0.10"} <= await made.check_truth()
-        assert (await made.servers()).skipped == []
+            await deployed.announce(n)
+            await deployed.until_served(n)
+            await deployed.until_played(2)
+        await deployed.until_played(SLOTS + 2)
+        assert {"0.0", "0.10"} <= await deployed.check_truth()
+        assert (await deployed.servers()).skipped == []
 
 
 async def test_the_newest_run_with_weights_loads_a_shared_server_and_an_older_run_leaves_it_alone(
     tmp_path: Path,
 ) -> None:
-    async with deployment(tmp_path, servers=1) as (made, _, _):
-        await made.create_run()
-        await made.announce(1)
-        await made.until_served(1)
-        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
-        await made.api.ask("POST", "/v1/runs", spec, status=201)
-        newer = messages.VersionRequest(version="0.2", weights=made.write(2))
-        await made.api.ask("POST", "/v1/runs/newer/version", newer)
-        (server,) = (await made.until(lambda found: all(s.state == "ejected" for s in found.values()))).servers
+    async with deployment(tmp_path, servers=1) as (deployed, _, _):
+        await deployed.create_run()
+        await deployed.announce(1)
+        await deployed.until_served(1)
+        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": deployed.addresses}}
+        await deployed.api.ask("POST", "/v1/runs", spec, status=201)
+        newer = messages.VersionRequest(version="0.2", weights=deployed.write(2))
+        await deployed.api.ask("POST", "/v1/runs/newer/version", newer)
+        (server,) = (await deployed.until(lambda servers: all(s.state == "ejected" for s in servers.values()))).servers
         assert server.reason == "run newer loads its weights into it"
         async with asyncio.timeout(20):
             while (await get(server.address, "/weight_info"))["weight_version"] != "newer@0.2":
                 await asyncio.sleep(0.02)
-        await made.api.ask("POST", "/v1/runs/newer/close")
-        await made.until_served(1)
+        await deployed.api.ask("POST", "/v1/runs/newer/close")
+        await deployed.until_served(1)
 
 
 async def test_weights_of_another_run_are_not_a_version_of_a_run_that_announced_none(
     tmp_path: Path,
 ) -> None:
-    async with deployment(tmp_path, servers=1, slow_s=0.2) as (made, _, _):
-        (address,) = made.addresses
+    async with deployment(tmp_path, servers=1, slow_s=0.2) as (deployed, _, _):
+        (address,) = deployed.addresses
         first = await weights(address)
-        await made.create_run()
-        await made.until_played(SLOTS)  # more are running, and their turns continue after the pause
+        await deployed.create_run()
+        await deployed.until_played(SLOTS)  # more are running, and their turns continue after the pause
         spec = {"name": "newer", "pool": "empty", "environments": [{"id": "test:Echo"}]}
-        await made.api.ask("POST", "/v1/runs", {**spec, "policy": {"endpoints": made.addresses}}, status=201)
-        newer = messages.VersionRequest(version="0.1", weights=made.write(1))
-        await made.api.ask("POST", "/v1/runs/newer/version", newer)
-        await made.until(lambda found: all(server.state == "ejected" for server in found.values()))
+        await deployed.api.ask("POST", "/v1/runs", {**spec, "policy": {"endpoints": deployed.addresses}}, status=201)
+        newer = messages.VersionRequest(version="0.1", weights=deployed.write(1))
+        await deployed.api.ask("POST", "/v1/runs/newer/version", newer)
+        await deployed.until(lambda servers: all(server.state == "ejected" for server in servers.values()))
         async with asyncio.timeout(20):
             while await weights(address) == first:
                 await asyncio.sleep(0.02)
-        await made.api.ask("POST", "/v1/runs/newer/close")
-        await made.until(lambda found: all("holds weights of run newer" in s.reason for s in found.values()))
+        await deployed.api.ask("POST", "/v1/runs/newer/close")
+        await deployed.until(lambda servers: all("holds weights of run newer" in s.reason for s in servers.values()))
         headers = {"x-weight-version": "0.0"}
         async with aiohttp.ClientSession() as learner, learner.post(f"{address}/weights", data=first, headers=headers):
             pass
-        await made.until_served(0)
-        await made.until_played(SLOTS)
-        assert await made.check_truth() == {"0.0"}
+        await deployed.until_served(0)
+        await deployed.until_played(SLOTS)
+        assert await deployed.check_truth() == {"0.0"}
 
 
 async def test_weights_of_another_run_with_the_same_version_are_replaced(tmp_path: Path) -> None:
-    async with deployment(tmp_path, servers=1) as (made, _, _):
-        await made.create_run()
-        await made.announce(1)
-        await made.until_served(1)
-        first = await weights(made.addresses[0])
-        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
-        await made.api.ask("POST", "/v1/runs", spec, status=201)
-        newer = messages.VersionRequest(version="0.1", weights=made.write(2))
-        await made.api.ask("POST", "/v1/runs/newer/version", newer)
+    async with deployment(tmp_path, servers=1) as (deployed, _, _):
+        await deployed.create_run()
+        await deployed.announce(1)
+        await deployed.until_served(1)
+        first = await weights(deployed.addresses[0])
+        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": deployed.addresses}}
+        await deployed.api.ask("POST", "/v1/runs", spec, status=201)
+        newer = messages.VersionRequest(version="0.1", weights=deployed.write(2))
+        await deployed.api.ask("POST", "/v1/runs/newer/version", newer)
         async with asyncio.timeout(20):
-            while await weights(made.addresses[0]) == first:
+            while await weights(deployed.addresses[0]) == first:
                 await asyncio.sleep(0.02)
-        await made.api.ask("POST", "/v1/runs/newer/close")
+        await deployed.api.ask("POST", "/v1/runs/newer/close")
         async with asyncio.timeout(20):
-            while await weights(made.addresses[0]) != first:
+            while await weights(deployed.addresses[0]) != first:
                 await asyncio.sleep(0.02)
-        await made.until_served(1)
+        await deployed.until_served(1)
 
 
 async def test_weight_syncs_are_in_the_metrics(tmp_path: Path) -> None:
-    async with deployment(tmp_path) as (made, _, _):
-        await made.create_run()
-        await made.announce(1)
-        await made.until_served(1)
-        await made.announce(2, messages.Weights(path="nowhere"))
-        await made.until_said("failed")
-        async with made.api.session.get("/metrics") as answer:
+    async with deployment(tmp_path) as (deployed, _, _):
+        await deployed.create_run()
+        await deployed.announce(1)
+        await deployed.until_served(1)
+        await deployed.announce(2, messages.Weights(path="nowhere"))
+        await deployed.until_said("failed")
+        async with deployed.api.session.get("/metrics") as answer:
             lines = (await answer.text()).splitlines()
         assert 'headrace_weight_sync_seconds_count{run="run"} 2.0' in lines
         assert 'headrace_run_policy_servers{run="run",state="serving"} 2.0' in lines
