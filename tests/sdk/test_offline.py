@@ -131,6 +131,21 @@ async def test_a_running_append_is_omitted_without_reporting_damage(data_dir: Pa
     assert data.damaged == []
 
 
+async def test_a_file_that_the_service_deletes_during_the_reading_is_omitted(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=16 << 10) as api:
+        await api.create_run(group_size=1, batch_size=64)
+        for _ in range(10):
+            await api.play(free=8)
+    data = headrace.open(data_dir, strict=True)
+    reading = data.trajectories()
+    episodes = [next(reading).episode]
+    *_, deleted, _ = sorted((data_dir / "log").glob("*.log"))
+    deleted.unlink()
+    episodes += [trajectory.episode for trajectory in reading]
+    assert 1 < len(episodes) < 80
+    assert data.damaged == []
+
+
 async def test_a_damaged_record_is_listed_and_skipped_and_a_strict_reader_raises(data_dir: Path):
     async with orchestrator(data_dir) as api:
         acked, opened = await a_history(api)

@@ -129,7 +129,7 @@ def test_a_group_whose_cut_the_log_shows_only_by_its_cancelled_members_was_cut(h
 
 
 def test_a_spec_that_contradicts_itself_is_refused():
-    with pytest.raises(InvalidRunSpec, match="short_groups = 'drop' never does"):
+    with pytest.raises(InvalidRunSpec, match="short_groups = 'drop' excludes"):
         parse_run_spec({"name": "r", "short_groups": "drop", "partial_after_s": 3})
     with pytest.raises(InvalidRunSpec, match="max_replaced needs"):
         parse_run_spec({"name": "r", "zero_variance": "drop", "max_replaced": 3})
