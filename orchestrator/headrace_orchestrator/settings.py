@@ -60,7 +60,7 @@ class Settings:
     """Seconds for which an image or array is kept until a record refers to it. Default 300: most outages are shorter,
     and a worker that comes later only has to send it again."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is logged."""
+    """Lowest severity that is logged."""
     log_format: Literal["auto", "json", "text"] = "auto"
     """``auto``: readable on a terminal, JSON lines elsewhere."""
     shutdown_timeout_s: float = 10.0

@@ -36,7 +36,7 @@ def binding_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 _BINDING: tuple[Decorator, ...] = (
     click.option(
-        "--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens."
+        "--host", default="127.0.0.1", show_default=True, help="Address to bind. Any but loopback needs --tokens."
     ),
     click.option(
         "--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: the system chooses."

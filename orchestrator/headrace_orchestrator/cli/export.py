@@ -126,7 +126,7 @@ def fresh_folder(path: Path) -> Iterator[Path]:
         raise InvalidRequest(f"{path} already exists.", hint="Choose a new folder, or delete this one first.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # of an earlier export that was killed
     partial.mkdir()
     try:
         yield partial

@@ -19,7 +19,7 @@ FORMATS = ("auto", "json", "text")
 @data_option("Data directory; made if missing. One orchestrator at a time owns it.")
 @binding_options
 @storage_options
-@click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
+@click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Lowest severity.")
 @click.option(
     "--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="Format of log lines."
 )

@@ -113,11 +113,6 @@ class Window:
     #: Number of the next polls that are ignored.
     ignored_polls: int = 0
 
-    @property
-    def additive_step(self) -> float:
-        """Growth after slow start, for each window's worth of completed requests."""
-        return max(1.0, ADDITIVE_SHARE * min(self.size, self.threshold))
-
 
 @dataclass(frozen=True)
 class Admission:
@@ -196,7 +191,8 @@ def _by_queue(window: Window, before: Load, now: Load, filled: bool, ceiling: fl
     if window.size < window.threshold and now.kv_cache_used < KV_SLOW_START_END and not reads_zero:
         growth = min(SLOW_START_SHARE * completed, SLOW_START_MAX_GROWTH * window.size, window.threshold - window.size)
     else:
-        growth = window.additive_step * min(1.0, completed / window.size)
+        step = max(1.0, ADDITIVE_SHARE * min(window.size, window.threshold))
+        growth = step * min(1.0, completed / window.size)
     return replace(window, size=min(window.size + growth, ceiling))
 
 

@@ -133,6 +133,6 @@ class WatchedServer:
         )
 
 
-def retry_delay_s(failures: int) -> float:
-    """The delay before the next attempt, after ``failures`` consecutive failures and one more."""
-    return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(failures, 10))  # bounded, so that no count overflows
+def retry_delay_s(earlier_failures: int) -> float:
+    """The delay before the next attempt, after a failure that follows ``earlier_failures`` consecutive ones."""
+    return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(earlier_failures, 10))  # bounded, so that no count overflows

@@ -17,7 +17,8 @@ from headrace_orchestrator.cli import app, doctor, trajectories
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.run import fields
 from tests import builders
-from tests.orchestrator.cli.conftest import Headrace, run_status, service_status, waiting_run
+from tests.orchestrator.cli.conftest import Headrace
+from tests.orchestrator.cli.statuses import run_status, service_status, waiting_run
 from tests.sdk.client.stub_server import Reply, StubServer, ok, page, problem
 
 COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "servers", "top", "trajectories", "up", "version"]

@@ -16,7 +16,8 @@ from headrace.wire import messages as wire
 from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders
-from tests.orchestrator.cli.conftest import Headrace, run_status, service_status
+from tests.orchestrator.cli.conftest import Headrace
+from tests.orchestrator.cli.statuses import run_status, service_status
 from tests.sdk.client.stub_server import Reply, StubServer, ok, problem
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.errors import InternalError, NothingToServe
-from headrace.wire import messages
 from headrace_orchestrator.cli.demo.processes import DemoService, JsonLines, example_json
 from headrace_orchestrator.cli.demo.scores import Score, evaluation_tasks, score
 
@@ -132,7 +131,8 @@ class Trainer:
         ]
         status = self._service.client.run(progress.run)
         progress.episodes_per_s = rate.per_s(sum(status.episodes.values()))
-        progress.waits_on = _waits_on(status)
+        codes = [reason.code for reason in status.reasons] if status.learner_waiting else []
+        progress.waits_on = ", ".join(codes)
 
     def _check(self, progress: Progress) -> None:
         self._service.supervisor.poll()
@@ -158,7 +158,3 @@ class _Rate:
         now = self._clock()
         since, first = self._from = self._from or (now, count)
         return (count - first) / (now - since) if now - since >= STEADY_S else 0.0
-
-
-def _waits_on(status: messages.RunStatus) -> str:
-    return ", ".join(reason.code for reason in status.reasons) if status.learner_waiting else ""
