@@ -1,6 +1,6 @@
 """Memory for large responses, reused once no view of it is alive.
 
-* A buffer of which any view is alive is never written to again.
+* A buffer is never written to again while a view of it is alive.
 * Arrays in it are aligned for any dtype.
 
 Reading into existing memory takes half the time: the kernel has to allocate and zero fresh pages.

@@ -1,6 +1,6 @@
 """Ids: UUIDv7, which sort by the time of their creation.
 
-* Ids of one source are unique and strictly increasing, also when the clock stops or goes back.
+* Ids of one source are unique and strictly increasing, also when the clock stops or moves back.
 * The clock and the random source are injected; two processes never share random bits, not even after a fork.
 """
 

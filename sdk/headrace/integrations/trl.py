@@ -1,9 +1,9 @@
 """TRL's asynchronous GRPO trainer as a learner (``trl.experimental.async_grpo``, trl 1.16), by its two protocols.
 
 * The next batch is pulled while the trainer works on the current one.
-* A batch is acked with the version that the trainer makes after it took the last row; earlier only if so many batches
-  are held that no further one can be served.
-* A batch of which no version was made is given back when the trainer stops.
+* A batch is acked with the version that the trainer makes after it took the last row; earlier only if the run could not
+  serve another batch otherwise.
+* A batch without a version is given back when the trainer stops.
 * An error of a pull is raised in the trainer. A pull that waits too long ends it with the pull's reasons.
 * Each version of the trainer is announced; with ``weights`` the service loads it into the run's policy servers.
 
@@ -105,7 +105,7 @@ class HeadraceRollouts:
         self._prefetcher = self._client._start_prefetcher(PullQuery(run=self._run), PREFETCH)
 
     def stop(self) -> None:
-        """Stop pulling, and give back the batches of which no version was made."""
+        """Stop pulling, and give back the batches without a version."""
         prefetcher, self._prefetcher = self._prefetcher, None
         if prefetcher is not None:
             prefetcher.close()

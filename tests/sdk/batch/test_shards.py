@@ -128,7 +128,7 @@ def test_shards_are_balanced_by_the_tokens_of_their_rows() -> None:
     for shards in (7, 8, 64):
         loads = np.bincount(assign_bins(tokens, shards), tokens, shards)
         assert loads.max() <= 1.1 * loads.mean()
-    assert np.bincount(assign_bins(np.array([100, 1, 1, 1]), 2)).tolist() == [1, 3], "a long row stands alone"
+    assert np.bincount(assign_bins(np.array([100, 1, 1, 1]), 2)).tolist() == [1, 3], "a long row is alone in its shard"
 
 
 def test_the_same_batch_and_number_of_shards_always_give_the_same_shards() -> None:

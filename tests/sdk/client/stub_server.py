@@ -83,10 +83,10 @@ ScriptedReply = Reply | Callable[[ReceivedRequest], Reply]
 
 
 class StubServer:
-    """Responses by ``"METHOD /path"``: a queue of which the last one is repeated."""
+    """Scripted responses by ``"METHOD /path"``, in order; the last one of a route is repeated."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, deque[ScriptedReply]] = defaultdict(deque)
+        self._replies: dict[str, deque[ScriptedReply]] = defaultdict(deque)
         self._lock = threading.Lock()
         self.requests: list[ReceivedRequest] = []
         self.arrived = threading.Condition(self._lock)
@@ -96,7 +96,7 @@ class StubServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                stub._answer(self)
+                stub._respond(self)
 
             do_POST = do_DELETE = do_GET  # noqa: N815 - http.server calls these names
 
@@ -129,9 +129,9 @@ class StubServer:
         self._server.server_close()
         self._thread.join()
 
-    def on(self, route: str, *answers: ScriptedReply) -> None:
+    def on(self, route: str, *replies: ScriptedReply) -> None:
         """Script a route."""
-        self._answers[route].extend(answers)
+        self._replies[route].extend(replies)
 
     def requests_to(self, route: str) -> list[ReceivedRequest]:
         """The requests to a route so far."""
@@ -148,7 +148,7 @@ class StubServer:
         assert met, f"{route} was not called {count} times within {timeout_s} s"
         return self.requests_to(route)
 
-    def _answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def _respond(self, handler: BaseHTTPRequestHandler) -> None:
         parts = urlsplit(handler.path)
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
@@ -158,9 +158,9 @@ class StubServer:
         with self.arrived:
             self.requests.append(request)
             self.arrived.notify_all()
-            queue = self._answers.get(f"{request.method} {request.path}")
-            answering = None if not queue else queue[0] if len(queue) == 1 else queue.popleft()
-        reply = answering(request) if callable(answering) else answering
+            queue = self._replies.get(f"{request.method} {request.path}")
+            scripted = None if not queue else queue[0] if len(queue) == 1 else queue.popleft()
+        reply = scripted(request) if callable(scripted) else scripted
         _send(handler, reply or Reply(404, b"no such route in the stub", "text/plain"))
 
 

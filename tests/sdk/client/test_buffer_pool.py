@@ -24,7 +24,7 @@ def test_arrays_in_it_are_aligned_for_any_dtype(size: int) -> None:
 
 
 @pytest.mark.parametrize("look", ["view", "array", "slice of a slice"])
-def test_a_buffer_of_which_any_view_is_alive_is_never_written_to_again(look: str) -> None:
+def test_a_buffer_is_never_written_to_again_while_a_view_of_it_is_alive(look: str) -> None:
     buffers = BufferPool()
     first = buffers.take(LARGE)
     first[:3] = b"abc"

@@ -11,9 +11,7 @@ import pytest
 
 from headrace.client.async_client import AsyncClient
 from headrace.client.sync_client import Client
-from headrace.errors import (
-    MissingExtra,
-)
+from headrace.errors import MissingExtra
 
 
 def test_the_async_client_has_the_methods_of_the_sync_one_with_the_same_arguments() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from headrace.client.sync_client import Client
-from headrace.errors import (
-    UnknownRun,
-)
+from headrace.errors import UnknownRun
 from tests.sdk.client.both_clients import BlockingAsyncClient
 from tests.sdk.client.routes import DOING, PULL
 from tests.sdk.client.stub_server import NO_RESPONSE, StubServer, batch, ok, problem

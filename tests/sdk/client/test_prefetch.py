@@ -95,11 +95,11 @@ def test_closing_the_client_ends_a_waiting_pull(served: StubServer) -> None:
 
 
 def test_an_error_of_a_pull_is_raised_after_the_batches_before_it(served: StubServer) -> None:
-    served.on(PULL, batch(make_body("b1")), problem(UnknownRun("It is gone.")))
+    served.on(PULL, batch(make_body("b1")), problem(UnknownRun("The run was deleted.")))
     with threads_end(), Client(served.url, keepalive=False) as client:
         loop = client.batches("guess", prefetch=1)
         assert next(loop).id == "b1"
-        with pytest.raises(UnknownRun, match="It is gone"):
+        with pytest.raises(UnknownRun, match="The run was deleted"):
             next(loop)
 
 
@@ -145,10 +145,10 @@ async def test_the_async_client_prefetches_and_gives_back_unused_batches(served:
 
 
 async def test_the_async_client_raises_errors_and_ends_with_the_run(served: StubServer) -> None:
-    served.on(PULL, batch(make_body("b1")), ok(FINISHED), problem(UnknownRun("It is gone.")))
+    served.on(PULL, batch(make_body("b1")), ok(FINISHED), problem(UnknownRun("The run was deleted.")))
     async with AsyncClient(served.url, keepalive=False) as client:
         assert [pulled.id async for pulled in client.batches("guess", prefetch=1)] == ["b1"]
-        with pytest.raises(UnknownRun, match="It is gone"):
+        with pytest.raises(UnknownRun, match="The run was deleted"):
             await anext(aiter(client.batches("guess", prefetch=1)))
 
 

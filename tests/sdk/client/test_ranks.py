@@ -46,7 +46,7 @@ def test_the_kth_pull_of_every_rank_has_the_same_request_id(stub: StubServer, co
             for k in (0, 1):
                 pulled = client.pull("guess", shard=rank, shards=2)
                 assert (pulled.id, pulled.shard.number, len(pulled.shard.parts)) == (f"b{k}", rank, 2)
-        stub._answers.clear()
+        stub._replies.clear()
     assert names(stub) == ["pull-0", "pull-1"] * 2
     requests = stub.requests_to(PULL)
     assert {request.json["session"] for request in requests} == {"start-1"}
@@ -82,7 +82,7 @@ def test_ranks_need_a_shared_session(stub: StubServer, connect: Connect) -> None
     assert stub.requests == []
 
 
-def test_resume_returns_the_batches_that_are_left_and_names_the_lost_ones(stub: StubServer, connect: Connect) -> None:
+def test_resume_returns_the_remaining_batches_and_names_the_lost_ones(stub: StubServer, connect: Connect) -> None:
     reply = messages.ResumeReply(epoch=1, batches=["b0", "b1"], lost={"b9": "stale"})
     stub.on("POST /v1/runs/guess/resume", ok(reply))
     stub.on(PULL, batch(make_body("b0"), generation=2), problem(BatchSuperseded("Batch b1 was damaged.")))

@@ -21,13 +21,13 @@ from tests.sdk.client.stub_server import NO_RESPONSE, ReceivedRequest, Reply, St
 
 
 def test_exist_ok_accepts_an_existing_run_with_the_same_spec(stub: StubServer, connect: Connect) -> None:
-    stub.on("POST /v1/runs", problem(RunExists("There is one.")))
+    stub.on("POST /v1/runs", problem(RunExists("A run has that name.")))
     stub.on("GET /v1/runs/guess", ok(run_status()))
     with connect() as client:
         assert client.create_run(RunSpec.model_validate(SPEC), exist_ok=True).name == "guess"
         with pytest.raises(RunExists, match="another spec: seed, batch_size differ"):
             client.create_run({**SPEC, "seed": 5, "batch_size": 7}, exist_ok=True)
-        with pytest.raises(RunExists, match="There is one"):
+        with pytest.raises(RunExists, match="A run has that name"):
             client.create_run(SPEC)
 
 

@@ -23,7 +23,7 @@ def test_ids_are_unique_and_increase() -> None:
     assert all(a < b for a, b in itertools.pairwise(ids))
 
 
-def test_ids_increase_when_the_clock_stops_or_goes_back() -> None:
+def test_ids_increase_when_the_clock_stops_or_moves_back() -> None:
     clock = iter([5_000_000, 5_000_000, 3_000_000, 1_000_000, 6_000_000])
     source = IdSource(clock_ns=lambda: next(clock))
     ids = [source() for _ in range(5)]

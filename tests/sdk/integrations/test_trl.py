@@ -71,9 +71,9 @@ def rollouts(client: Client) -> Iterator[HeadraceRollouts]:
     made.stop()
 
 
-def serve(stub: StubServer, rollouts: HeadraceRollouts, *answers: ScriptedReply) -> None:
+def serve(stub: StubServer, rollouts: HeadraceRollouts, *replies: ScriptedReply) -> None:
     """Start the worker, with these responses to its pulls."""
-    stub.on(PULL, *answers)
+    stub.on(PULL, *replies)
     rollouts.start()
 
 
@@ -134,7 +134,7 @@ def test_a_step_of_several_batches_acks_the_last_of_them_with_the_version(
     assert served.requests_to(ack(2))[0].json["version"] == "0.5"
 
 
-def test_a_batch_is_acked_earlier_only_if_so_many_are_held_that_no_further_one_can_be_served(
+def test_a_batch_is_acked_earlier_only_if_the_run_could_not_serve_another_otherwise(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), ok(WAITING))
@@ -172,7 +172,7 @@ def test_every_batch_is_acked_once_and_none_is_given_back(served: StubServer, ro
     assert not [request for request in served.requests if request.path.endswith("/nack")]
 
 
-def test_a_batch_of_which_no_version_was_made_is_given_back_when_the_trainer_stops(
+def test_a_batch_without_a_version_is_given_back_when_the_trainer_stops(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
@@ -224,7 +224,7 @@ def test_each_version_is_announced_with_its_weights(served: StubServer, client: 
 def test_a_version_is_announced_even_if_the_lease_of_the_batch_was_lost(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    served.on(ack(5), problem(BatchSuperseded("The lease ran out.")))
+    served.on(ack(5), problem(BatchSuperseded("The lease expired.")))
     serve(served, rollouts, batch(make_body("b5")), ok(WAITING))
     take(rollouts, 2)
     rollouts.update_model_version(2)
@@ -235,9 +235,9 @@ def test_a_version_is_announced_even_if_the_lease_of_the_batch_was_lost(
 def test_an_error_of_a_pull_is_raised_in_the_trainer_after_the_batches_before_it(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1")), problem(UnknownRun("It is gone.")))
+    serve(served, rollouts, batch(make_body("b1")), problem(UnknownRun("The run was deleted.")))
     take(rollouts, 2)
-    with pytest.raises(UnknownRun, match="It is gone"):
+    with pytest.raises(UnknownRun, match="The run was deleted"):
         rollouts.rollout_buffer.get(timeout=5)
 
 

@@ -5,7 +5,7 @@ GPU and are replaced: the kernel for attention over a tree of prefixes, by plain
 speed. vLLM is not imported, because that takes ten seconds, and only TRL's own transfer of weights needs it.
 """
 
-# ruff: noqa: E402 - what follows is imported in this order, because TRL asks for vLLM while it is imported
+# ruff: noqa: E402 - TRL looks for vLLM while it is imported, so that this has to be replaced first
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timeouts of a connection while it waits for a request, on a clock that stands still."""
+"""Timeouts of a connection while it waits for a request, on a clock that does not advance."""
 
 from __future__ import annotations
 

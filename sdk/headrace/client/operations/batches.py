@@ -65,7 +65,7 @@ def pull_query(
     shards: int,
     groups: Sequence[str] | None = None,
 ) -> PullQuery:
-    """The query of a client's arguments. Raises InvalidRequest for a string in place of a list of names."""
+    """The query for the arguments of a pull. Raises InvalidRequest for a string in place of a list of names."""
     return PullQuery(
         run=run,
         groups=None if groups is None else tuple(groups),

@@ -1,4 +1,4 @@
-"""The base of all operations: it repeats a request until there is a response.
+"""The base of all operations: requests with retries.
 
 * Idempotent calls are repeated until there is a response.
 * An outage longer than ``retry_for_s`` raises its error, ``Unavailable`` as a rule.

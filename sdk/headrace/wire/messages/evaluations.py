@@ -10,7 +10,7 @@ from headrace.trajectory import Failure, Status, Task
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Starts an evaluation: episodes outside the ledger, pinned to a version. Unfinished ones are cancelled after
+    """Starts an evaluation: episodes outside of training, pinned to a version. Unfinished ones are cancelled after
     ``deadline_s`` seconds."""
 
     tasks: list[dict[str, Any]]

@@ -42,9 +42,9 @@ class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class HoldReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to whether weights may be replaced now.
+    """The time until weights may be replaced.
 
-    ``hold_s`` is 0 if they may; else it is the seconds until the named evaluations are over.
+    ``hold_s`` is 0 if they may be replaced now; else it is the seconds until the named evaluations are over.
     """
 
     epoch: int

@@ -123,7 +123,7 @@ class SubmissionHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused", "assets-missing"]
-"""accepted: stored on disk. duplicate: already accepted, and the first result stands. retrying: the failure is
+"""accepted: stored on disk. duplicate: already accepted, and the first result is kept. retrying: the failure is
 retryable, and the episode is queued again. superseded: a newer attempt exists or the episode is over, so the record is
 discarded. not-yours: another worker's attempt, or a wrong nonce. refused: an invalid record. assets-missing: nothing
 was stored because assets of the record are not stored; send them and submit the record again. The last four carry the
