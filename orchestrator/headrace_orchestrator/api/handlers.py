@@ -140,7 +140,7 @@ async def evaluation(service: Service, request: HttpRequest) -> HandlerResult:
 
 async def servers(service: Service, request: HttpRequest) -> HandlerResult:
     revision = request.number("revision", -1, int)
-    return await service.require_stored().plane.servers(
+    return await service.require_stored().policy_servers.servers(
         request.params["run"], revision, request.wait_s(), request.disconnected
     )
 

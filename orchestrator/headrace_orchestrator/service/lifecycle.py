@@ -31,7 +31,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.service.batches.bodies import BatchBodies
-from headrace_orchestrator.service.policy_servers import PolicyServers
+from headrace_orchestrator.service.policy_servers.watches import PolicyServers
 from headrace_orchestrator.service.pulls import Pulls
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.storage.asset_collection import AssetCollection
@@ -80,7 +80,7 @@ class RunningService(NamedTuple):
     pulls: Pulls
     assets: AssetStore
     submissions: Submissions
-    plane: PolicyServers
+    policy_servers: PolicyServers
 
 
 class Lifecycle:
@@ -206,7 +206,7 @@ class Lifecycle:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._running is not None:
             await self._running.submissions.close()
-            await self._running.plane.close()
+            await self._running.policy_servers.close()
             self._running.shell.stop_timer()
             await self._running.assets.close()
             await self._running.shell.store.close()

@@ -201,7 +201,7 @@ class Service(Lifecycle):
     def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:
         shell = running.shell
         status = views.run_status(shell.core.state, shell.run(run), shell.now())
-        servers, sync = running.plane.shown(run)
+        servers, sync = running.policy_servers.summary(run)
         return msgspec.structs.replace(
             status, learner_waiting=running.pulls.waiting(run), servers=servers, weight_sync=sync
         )

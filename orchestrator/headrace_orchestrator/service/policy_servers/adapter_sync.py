@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.errors import StoreError
 from headrace.server import logs
+from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.policy_servers import adapter_files
 from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
@@ -28,16 +29,16 @@ log = logs.logger(__name__)
 class AdapterSync:
     """The adapters of one run at its servers."""
 
-    def __init__(self, run: str, shell: Shell, control: PolicyServerCalls) -> None:
+    def __init__(self, run: str, shell: Shell, calls: PolicyServerCalls) -> None:
         self._run = run
         self._shell = shell
-        self._control = control
+        self._calls = calls
         self._spec = shell.run(run).spec.policy
         self._adapters = Adapters(run, self._spec)
-        self._before = ""
+        self._loaded_path = ""
 
     @property
-    def any(self) -> bool:
+    def has_adapters(self) -> bool:
         """Return True if the run has adapters."""
         return self._adapters.has_adapters
 
@@ -52,7 +53,7 @@ class AdapterSync:
         return self._adapters.revision
 
     def due(self) -> float | None:
-        """The time of the next check, if nothing happens before."""
+        """Time of the next step if nothing wakes the watch before."""
         return self._adapters.due()
 
     def step(self, servers: Collection[str], *, held: bool) -> list[AdapterCall]:
@@ -64,7 +65,7 @@ class AdapterSync:
             adapters.record_served(state.held)
         if state.target is not None and state.weights is not None and self.trains and not held:
             adapters.announce(state.target, state.weights.path)
-        self._before = state.loaded.path if state.loaded is not None else ""
+        self._loaded_path = state.loaded.path if state.loaded is not None else ""
         adapters.use({name for group in run.open_groups.values() for name in group.adapters.values()})
         adapters.take_servers(servers)
         return adapters.step(self._shell.now())
@@ -73,10 +74,10 @@ class AdapterSync:
         """Make a call, and record its result."""
         problem = ""
         if call.kind == "load":
-            before = self._before if "@" in call.name else ""  # of the trained one
+            before = self._loaded_path if "@" in call.name else ""  # only the trained adapter has versions
             problem = await asyncio.to_thread(adapter_files.adapter_problem, call.path, before)
         if not problem:
-            problem = await self._control.change_adapter(call.address, call.kind, call.name, call.path)
+            problem = await self._calls.change_adapter(call.address, call.kind, call.name, call.path)
         self._adapters.take_result(call, problem, self._shell.now())
         if problem:
             log.warning("an adapter was not taken", run=self._run, server=call.address, name=call.name, problem=problem)
@@ -87,43 +88,46 @@ class AdapterSync:
         """Unload the run's adapters from the servers that answer, at the end of the run."""
         await asyncio.gather(*(self.carry_out(call) for call in self._adapters.closing_calls()))
 
-    async def look(self, address: str) -> None:
+    async def list_at(self, address: str) -> None:
         """List the adapters of a server."""
-        self._adapters.take_list(address, await self._control.list_adapters(address))
+        self._adapters.take_list(address, await self._calls.list_adapters(address))
 
-    def measured(self, reading: Reading) -> None:
+    def take_reading(self, reading: Reading) -> None:
         """Take a server's limit of adapters; the lowest limit counts."""
         if isinstance(reading, Load) and reading.max_adapters:
             known = self._adapters.limit
             self._adapters.limit = reading.max_adapters if known is None else min(known, reading.max_adapters)
 
-    def shown(self, servers: Sequence[messages.PolicyServerStatus]) -> list[messages.PolicyServerStatus]:
-        """The servers' states for workers, with the version of the trained adapter and missing adapters."""
-        return [self._shown(server) for server in servers] if self.any else list(servers)
+    def complete(self, servers: Sequence[messages.PolicyServerStatus]) -> list[messages.PolicyServerStatus]:
+        """The servers' states completed with the version of the trained adapter and with missing adapters."""
+        return [self._completed(server) for server in servers] if self.has_adapters else list(servers)
 
-    def _shown(self, server: messages.PolicyServerStatus) -> messages.PolicyServerStatus:
+    def _completed(self, server: messages.PolicyServerStatus) -> messages.PolicyServerStatus:
         if self._spec.adapter:
             server = msgspec.structs.replace(server, version=str(self._adapters.version(server.address)))
-        lacks = self._adapters.missing_reason(server.address)
-        if lacks and server.state in ("serving", "unknown"):
-            server = msgspec.structs.replace(server, state="ejected", reason=lacks)
+        missing = self._adapters.missing_reason(server.address)
+        if missing and server.state in ("serving", "unknown"):
+            server = msgspec.structs.replace(server, state="ejected", reason=missing)
         return server
 
     def reasons(self) -> list[messages.Reason]:
         """The reasons that adapters are missing at servers."""
         return self._adapters.reasons()
 
-    async def tell_served(self) -> None:
-        """Store the event that a version is served."""
+    async def record_served(self) -> None:
+        """Store that a version of the trained adapter is served."""
         servers, version = self._shell.run(self._run).policy_servers, self._adapters.served
         weights = servers.weights
         if version != servers.target or version == servers.held or weights is None or weights.kind != "adapter":
             return
-        try:
-            await self._shell.execute(
-                lambda state, now: weights_served(state, state.run(self._run), version, weights, now)
-            )
-        except StoreError as error:
-            log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
-        else:
-            log.info("new weights are served", run=self._run, version=str(version))
+        await store_served(self._shell, self._run, version, weights)
+
+
+async def store_served(shell: Shell, run: str, version: Version, weights: messages.Weights) -> None:
+    """Store that a run's servers take requests with these weights; a failure of the store is logged."""
+    try:
+        await shell.execute(lambda state, now: weights_served(state, state.run(run), version, weights, now))
+    except StoreError as error:
+        log.error("the version that is served could not be stored", run=run, problem=error.detail)
+    else:
+        log.info("new weights are served", run=run, version=str(version))

@@ -18,8 +18,8 @@ log = logs.logger(__name__)
 LOOKUP_TIMEOUT_S = 10.0
 """Deadline of a lookup. A resolver that asks several servers in turn takes about half of it."""
 
-NOBODY = (socket.EAI_NONAME, socket.EAI_NODATA)
-"""The resolver's error for a name without addresses, such as a headless service without ready pods."""
+NO_ADDRESS = (socket.EAI_NONAME, socket.EAI_NODATA)
+"""The resolver's errors for a name without addresses, such as a headless service without ready pods."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """The IP addresses of a host, for connections to a port; raises OSError."""
@@ -27,8 +27,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """Resolve a host by the system's resolver."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in addresses]
 
 
 async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Callable[[], float]) -> None:
@@ -39,7 +39,7 @@ async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Cal
     except TimeoutError:
         discovery.take_failure(name, f"the resolver did not answer within {LOOKUP_TIMEOUT_S:g} s", clock())
     except OSError as error:
-        if isinstance(error, socket.gaierror) and error.errno in NOBODY:
+        if isinstance(error, socket.gaierror) and error.errno in NO_ADDRESS:
             discovery.take_hosts(name, [], clock())
         else:
             log.warning("a lookup failed", name=name, problem=str(error))

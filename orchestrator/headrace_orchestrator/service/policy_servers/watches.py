@@ -27,14 +27,14 @@ from headrace_orchestrator.scheduler.events import (
     ServerRemoved,
     VersionAnnounced,
 )
-from headrace_orchestrator.service.dns_lookups import Resolve, resolve
-from headrace_orchestrator.service.policy_server_watch import PolicyServerWatch
+from headrace_orchestrator.service.policy_servers.dns_lookups import Resolve, resolve
+from headrace_orchestrator.service.policy_servers.watch import PolicyServerWatch
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiters import Disconnected
 
 log = logs.logger(__name__)
 
-NEWS = (
+WAKING_EVENTS = (
     RunCreated,
     RunClosed,
     ServerAdded,
@@ -44,13 +44,13 @@ NEWS = (
     BatchAcked,
     EvaluationEnded,
 )
-"""Events after which a watch checks its servers."""
+"""Events that wake the watch of their run."""
 
-AGAIN_S = 1.0
-"""Pause before a failed watch is started again."""
+RESTART_PAUSE_S = 1.0
+"""Pause before a failed watch is started again, in seconds."""
 
-REVISIONS_AN_EPOCH = 1 << 32
-"""A revision grows across restarts too."""
+REVISIONS_PER_EPOCH = 1 << 32
+"""Distance between the first revisions of two epochs, so that revisions grow across restarts too."""
 
 
 class PolicyServers:
@@ -61,19 +61,19 @@ class PolicyServers:
         self._metrics = metrics
         self._resolver = resolver
         self._epoch = epoch
-        self._control = PolicyServerCalls()
+        self._calls = PolicyServerCalls()
         self._watches: dict[str, PolicyServerWatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        shell.listeners.append(self._tell)
+        shell.listeners.append(self._on_events)
         for name in shell.core.state.runs:
-            self._begin(name)
+            self._start(name)
 
     async def close(self) -> None:
         """Stop watching."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await self._control.close()
+        await self._calls.close()
 
     async def servers(
         self, run: str, revision: int, wait_s: float, disconnected: Disconnected
@@ -97,55 +97,55 @@ class PolicyServers:
         return messages.PolicyServersReply(
             epoch=self._epoch,
             revision=watch.revision,
-            servers=watch.shown(shell.now()),
+            servers=watch.statuses(shell.now()),
             sync=watch.sync,
             skipped=[str(version) for version in state.skipped],
         )
 
-    def shown(self, run: str) -> tuple[dict[str, int], str]:
+    def summary(self, run: str) -> tuple[dict[str, int], str]:
         """The number of a run's servers in each state, and the progress of the weight sync."""
         watch = self._watches.get(run)
         if watch is None:
             return {}, ""
         return dict(Counter(server.state for server in watch.controller.servers.values())), watch.sync
 
-    def _tell(self, events: Sequence[AnyEvent]) -> None:
+    def _on_events(self, events: Sequence[AnyEvent]) -> None:
         for event in events:
             if isinstance(event, GroupAdmitted):
                 if event.adapters and event.run in self._watches:
                     self._watches[event.run].wake()
-            elif isinstance(event, NEWS):
+            elif isinstance(event, WAKING_EVENTS):
                 if isinstance(event, RunCreated):
-                    self._begin(event.run)
+                    self._start(event.run)
                 elif isinstance(event, VersionAnnounced):
-                    for watch in self._watches.values():  # whose servers these are may be another run's now
+                    for watch in self._watches.values():  # another run may drive the servers now
                         watch.wake()
                 elif event.run in self._watches:
                     self._watches[event.run].wake()
 
-    def _begin(self, name: str) -> None:
+    def _start(self, name: str) -> None:
         if not self._shell.run(name).closed:
-            self._watches[name] = self._watch(name)
-            self._tasks[name] = asyncio.create_task(self._keep_watching(name))
+            self._watches[name] = self._new_watch(name)
+            self._tasks[name] = asyncio.create_task(self._run_watch(name))
 
-    def _watch(self, name: str, revision: int = 0) -> PolicyServerWatch:
-        first = revision or self._epoch * REVISIONS_AN_EPOCH
-        return PolicyServerWatch(name, self._shell, self._control, self._metrics, self._resolver, self._driver, first)
+    def _new_watch(self, name: str, revision: int = 0) -> PolicyServerWatch:
+        first = revision or self._epoch * REVISIONS_PER_EPOCH
+        return PolicyServerWatch(name, self._shell, self._calls, self._metrics, self._resolver, self._driver, first)
 
     def _driver(self, address: str) -> str:
         """The run that loads its weights into a server: the newest candidate. Empty if there is none."""
         driving = [name for name, watch in self._watches.items() if watch.drives(address)]
         return driving[-1] if driving else ""
 
-    async def _keep_watching(self, name: str) -> None:
+    async def _run_watch(self, name: str) -> None:
         while True:
             watch = self._watches[name]
             try:
                 await watch.run()
             except Exception:
-                log.exception("the watch over policy servers failed", run=name)
-                await asyncio.sleep(AGAIN_S)
-                self._watches[name] = self._watch(name, watch.revision + 1)
+                log.exception("the watch of policy servers failed", run=name)
+                await asyncio.sleep(RESTART_PAUSE_S)
+                self._watches[name] = self._new_watch(name, watch.revision + 1)
             else:
                 del self._watches[name], self._tasks[name]
                 self._shell.queues.for_policy_servers(name).wake_all()

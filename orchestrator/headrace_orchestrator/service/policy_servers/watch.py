@@ -1,9 +1,9 @@
-"""The watch over one run's policy servers: carries out its controllers' decisions, and reports the results to them.
+"""The watch of one run's policy servers: carries out its controllers' decisions, and reports the results to them.
 
 * A watch that fails ends with its error; its owner starts it again.
 * A stopping watch resumes paused servers, except those in the middle of a load.
-* A run's cap is there before its first episode is granted, and follows the metrics of its servers.
-* Names among its servers are looked up again and again.
+* A run's concurrency cap is set before its first episode is granted, and follows the metrics of its servers.
+* Server addresses that are names are looked up again and again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace.common.timeouts import timeout
-from headrace.errors import StoreError
 from headrace.server import logs
 from headrace.wire import messages
 from headrace_orchestrator.metrics import Metrics
@@ -23,156 +22,148 @@ from headrace_orchestrator.policy_servers.capacity import CapacityMeter
 from headrace_orchestrator.policy_servers.controller import Controller, PolicyServerCall, ServerResumed, WeightTarget
 from headrace_orchestrator.policy_servers.discovery import Discovery
 from headrace_orchestrator.scheduler.commands.evaluations import sync_hold
-from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
-from headrace_orchestrator.service.adapter_sync import AdapterSync
-from headrace_orchestrator.service.dns_lookups import Resolve, look_up
+from headrace_orchestrator.service.policy_servers.adapter_sync import AdapterSync, store_served
+from headrace_orchestrator.service.policy_servers.dns_lookups import Resolve, look_up
 from headrace_orchestrator.service.shell import Shell
 
 log = logs.logger(__name__)
 
 
 class PolicyServerWatch:
-    """Watches the servers of one run."""
+    """The watch of one run's servers."""
 
     def __init__(
         self,
         run: str,
         shell: Shell,
-        control: PolicyServerCalls,
+        server_calls: PolicyServerCalls,
         metrics: Metrics,
         resolver: Resolve,
         driver: Callable[[str], str],
         revision: int,
     ) -> None:
         self.controller = Controller(shell.run(run).spec.policy.sync, revision, run)
-        #: What the weight sync is at, in words; empty where there is nothing to say.
+        #: Progress of the weight sync in words; empty while none is under way.
         self.sync = ""
         self._discovery = Discovery()
         self._meter = CapacityMeter(shell.run(run).spec.policy.admission)
         self._resolver = resolver
-        self._adapting = AdapterSync(run, shell, control)
+        self._adapters = AdapterSync(run, shell, server_calls)
         self._driver = driver
         self._run = run
         self._shell = shell
-        self._control = control
+        self._server_calls = server_calls
         self._metrics = metrics
-        self._news = asyncio.Event()
-        self._told = self.revision
+        self._woken = asyncio.Event()
+        self._published_revision = self.revision
         self._calls: set[asyncio.Task[None]] = set()
-        self._broken: BaseException | None = None
-        #: Servers whose metrics are being read; one that is slow with them is not asked again meanwhile.
+        self._error: BaseException | None = None
+        #: Servers whose metrics are being read now; a slow one gets no second request meanwhile.
         self._measuring: set[str] = set()
         self._take_servers()
 
     @property
     def revision(self) -> int:
         """The revision of the servers' states, which grows with each change."""
-        return self.controller.revision + self._adapting.revision
+        return self.controller.revision + self._adapters.revision
 
-    def shown(self, now: float) -> list[messages.PolicyServerStatus]:
+    def statuses(self, now: float) -> list[messages.PolicyServerStatus]:
         """The states of all servers, for workers and listings."""
-        return self._adapting.shown(self.controller.statuses(now))
+        return self._adapters.complete(self.controller.statuses(now))
 
     def drives(self, address: str) -> bool:
         """Return True if this run would load its weights into a server."""
         run = self._shell.run(self._run)
-        if self._adapting.trains or run.done:
+        if self._adapters.trains or run.done:
             return False
         return address in self.controller.servers and run.policy_servers.target is not None
 
     def wake(self) -> None:
         """Wake the watch after an event that may concern the servers."""
-        self._news.set()
+        self._woken.set()
 
     async def run(self) -> None:
         """Watch until the run is closed."""
         try:
             while not self._shell.run(self._run).closed:
-                self._news.clear()
-                if self._broken is not None:
-                    raise self._broken
+                self._woken.clear()
+                if self._error is not None:
+                    raise self._error
                 await self._step()
                 now = self._shell.now()
-                found = (self.controller.due(now), self._discovery.due(), self._adapting.due())
-                dues = [due for due in found if due is not None]
+                candidates = (self.controller.due(now), self._discovery.due(), self._adapters.due())
+                dues = [due for due in candidates if due is not None]
                 timeout_s = max(0.0, min(dues) - now) if dues else None
-                await _until(self._news, timeout_s)
-            await asyncio.gather(*self._calls)  # each has its own end
-            await self._adapting.leave()
+                await _until(self._woken, timeout_s)
+            await asyncio.gather(*self._calls)  # each has a deadline
+            await self._adapters.leave()
         finally:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
-            let_go = [self._control.carry_out(call) for call in self.controller.shutdown_calls()]
-            await asyncio.gather(*let_go, return_exceptions=True)
+            shutdown = [self._server_calls.carry_out(call) for call in self.controller.shutdown_calls()]
+            await asyncio.gather(*shutdown, return_exceptions=True)
 
     async def _step(self) -> None:
         controller, run, now = self.controller, self._shell.run(self._run), self._shell.now()
         servers = run.policy_servers
         hold_s, holders = sync_hold(run, now)
         self._take_servers()
-        if self._adapting.trains or run.done:
-            controller.take_target(WeightTarget(served=servers.held))  # who is over leaves its servers to others
+        if self._adapters.trains or run.done:
+            controller.take_target(WeightTarget(served=servers.held))  # leaves the servers to other runs
         else:
             hold = (holders[0] if holders else "", hold_s)
             controller.take_target(WeightTarget(servers.target, servers.weights, servers.held, hold))
         for call in controller.step(now):
-            self._begin(self._carry_out(call))
+            self._start(self._carry_out(call))
         for name in self._discovery.step(now):
-            self._begin(self._look_up(name))
-        if self._adapting.any:
-            for change in self._adapting.step(controller.servers, held=hold_s > 0):
-                self._begin(self._adapt(change))
+            self._start(self._look_up(name))
+        if self._adapters.has_adapters:
+            for change in self._adapters.step(controller.servers, held=hold_s > 0):
+                self._start(self._adapt(change))
         self._count()
         reasons = controller.reasons()
-        servers.reasons = reasons + self._discovery.reasons() + self._adapting.reasons()
+        servers.reasons = reasons + self._discovery.reasons() + self._adapters.reasons()
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
-        if self.revision != self._told:
-            self._told = self.revision
+        if self.revision != self._published_revision:
+            self._published_revision = self.revision
             self._shell.queues.for_policy_servers(self._run).wake_all()
-        await self._served(servers)
+        await self._record_served(servers)
 
-    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(call)
         self._calls.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
 
-    def _ended(self, call: asyncio.Task[None]) -> None:
+    def _on_done(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled() and call.exception() is not None:
-            self._broken = call.exception()  # the watch ends with it, and begins anew
+            self._error = call.exception()  # the watch fails with it, and is started again
             self.wake()
 
     def _take_servers(self) -> None:
         """Set the run's servers, and the number of episodes that they take."""
         run, servers = self._shell.run(self._run), self.controller.servers
-        given = run.policy_servers.servers
+        registered = run.policy_servers.servers
         ejected = {server.address for server in servers.values() if server.state == "ejected"}
-        self._discovery.take_servers(given)
+        self._discovery.take_servers(registered)
         drivers = {address: self._driver(address) for address in servers}
         others = {address: run for address, run in drivers.items() if run not in ("", self._run)}
-        self.controller.take_servers(self._discovery.servers(given, ejected, self._shell.now()), others)
+        self.controller.take_servers(self._discovery.servers(registered, ejected, self._shell.now()), others)
         self._meter.take_servers(servers.values(), run.leased)
-        self._cap()
+        self._update_cap()
 
-    def _cap(self) -> None:
+    def _update_cap(self) -> None:
         run = self._shell.run(self._run)
         if run.concurrency_cap.set(self._meter.attainable, run.leased):
             self._shell.queues.offer_work()
 
-    async def _served(self, servers: PolicyServersState) -> None:
+    async def _record_served(self, servers: PolicyServersState) -> None:
         version, weights = servers.target, servers.weights
         if version is None or weights is None or version == servers.held or not self.controller.newest_served:
             return
-        try:
-            await self._shell.execute(
-                lambda state, now: weights_served(state, state.run(self._run), version, weights, now)
-            )
-        except StoreError as error:
-            log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
-        else:
-            log.info("new weights are served", run=self._run, version=str(version))
+        await store_served(self._shell, self._run, version, weights)
 
     def _count(self) -> None:
         metrics, label = self._metrics, self._metrics.run_label(self._run)
@@ -194,36 +185,36 @@ class PolicyServerWatch:
         if call.kind == "probe":
             await self._probe(call.address)
         else:
-            problem = await self._control.carry_out(call)
+            problem = await self._server_calls.carry_out(call)
             self.controller.take_result(call, problem, self._shell.now())
             self.wake()
 
     async def _probe(self, address: str) -> None:
-        seen = await self._control.probe(address)
-        if self._adapting.any and not seen.problem:
-            await self._adapting.look(address)
-            await self._adapting.tell_served()
-        self.controller.take_probe(address, seen, self._shell.now())
+        observed = await self._server_calls.probe(address)
+        if self._adapters.has_adapters and not observed.problem:
+            await self._adapters.list_at(address)
+            await self._adapters.record_served()
+        self.controller.take_probe(address, observed, self._shell.now())
         self.wake()
-        if not seen.problem and address not in self._measuring:
+        if not observed.problem and address not in self._measuring:
             await self._measure(address)
 
     async def _measure(self, address: str) -> None:
         self._measuring.add(address)
         try:
-            reading = await self._control.read_metrics(address)
+            reading = await self._server_calls.read_metrics(address)
         finally:
             self._measuring.discard(address)
         self.controller.take_reading(address, reading)
-        self._adapting.measured(reading)
+        self._adapters.take_reading(reading)
         server = self.controller.servers.get(address)
         if server is not None:
             self._meter.take_reading(server, reading, self._shell.run(self._run).leased)
-            self._cap()
+            self._update_cap()
 
     async def _adapt(self, change: AdapterCall) -> None:
-        await self._adapting.carry_out(change)
-        await self._adapting.tell_served()
+        await self._adapters.carry_out(change)
+        await self._adapters.record_served()
         self.wake()
 
     async def _look_up(self, name: str) -> None:
