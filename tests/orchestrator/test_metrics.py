@@ -116,6 +116,15 @@ async def test_requests_are_counted_by_route_template(api: Api):
     assert requests[("method", "GET"), ("route", "unknown"), ("status", "404")] == 5
 
 
+def test_gauges_are_read_from_the_state_when_they_are_scraped():
+    epochs = iter((1, 2))
+    metrics = Metrics(
+        lambda: messages.ServiceStatus(epoch=next(epochs), version="0", uptime_s=0.0, runs=[], workers=[], store={})
+    )
+    assert "headrace_epoch_count 1.0" in metrics.exposition().decode().splitlines()
+    assert "headrace_epoch_count 2.0" in metrics.exposition().decode().splitlines()
+
+
 def test_labels_are_bounded():
     empty = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[], store={})
     metrics = Metrics(lambda: empty)

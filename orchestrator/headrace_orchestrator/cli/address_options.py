@@ -1,7 +1,4 @@
-"""Options of an orchestrator's location: its data directory, address, tokens and longest poll.
-
-* Every command that starts or reads an orchestrator shares one definition.
-"""
+"""Options of every command that starts or reads an orchestrator: data directory, address, tokens and longest poll."""
 
 from __future__ import annotations
 

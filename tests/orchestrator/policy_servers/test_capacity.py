@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from headrace.runspec import AdmissionSpec
 from headrace.wire import messages
 from headrace_orchestrator.policy_servers import controller, discovery
+from headrace_orchestrator.policy_servers.capacity import CapacityMeter
+from headrace_orchestrator.policy_servers.server_state import WatchedServer
 from tests.orchestrator.policy_servers.doubles import double
 from tests.orchestrator.policy_servers.test_servers import until
 from tests.orchestrator.serving import Api
@@ -67,6 +70,16 @@ async def status(api: Api, enough: Callable[[dict[str, Any]], bool]) -> dict[str
         assert time.monotonic() < end, reply
         await asyncio.sleep(0.01)
     return reply
+
+
+def test_a_server_counts_from_the_moment_that_the_run_has_it_as_long_as_it_takes_requests_or_is_paused() -> None:
+    meter, server = CapacityMeter(AdmissionSpec(start=5, floor=1)), WatchedServer("http://a:1")
+    meter.take_servers([server], 0)
+    assert meter.attainable == 5
+    for state, attainable in (("serving", 5), ("draining", 1), ("syncing", 5), ("ejected", 1), ("serving", 5)):
+        server.state = state  # type: ignore[assignment]
+        meter.take_servers([server], 0)
+        assert meter.attainable == attainable, state
 
 
 async def test_a_run_has_its_cap_before_its_first_episode_is_granted(api: Api) -> None:

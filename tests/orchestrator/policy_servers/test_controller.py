@@ -6,7 +6,8 @@ import pytest
 
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.policy_servers.controller import SyncFailed
+from headrace_orchestrator.policy_servers.controller import PROBE_EVERY_S, Controller, SyncFailed
+from headrace_orchestrator.policy_servers.server_state import ProbeResult
 from tests.orchestrator.policy_servers.simulation import World
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -68,6 +69,24 @@ def check_settles(world: World, n: int) -> None:
     world.pass_time(150.0)  # a check of files may take a minute
     assert states(world) == dict.fromkeys([A, B, C], ("serving", f"0.{n + 1}"))
     assert all(engine.paused_at is None for engine in world.engines.values())
+
+
+def test_each_server_is_probed_periodically_and_has_at_most_one_pending_call():
+    controller = Controller(SyncSpec())
+    controller.take_servers({A: False})
+    assert [call.kind for call in controller.step(0.0)] == ["probe"]
+    assert controller.step(100.0) == []
+    controller.take_probe(A, ProbeResult(weights="0.0"), 100.0)
+    assert controller.step(100.0 + PROBE_EVERY_S / 2) == []
+    assert [call.kind for call in controller.step(100.0 + PROBE_EVERY_S)] == ["probe"]
+
+
+def test_only_the_newest_version_is_loaded():
+    world = new_world()
+    world.announce(1)
+    world.announce(2)
+    world.pass_time(2.0)
+    assert {call.version for call in world.calls if call.kind == "load"} == {Version(0, 2)}
 
 
 def test_all_servers_get_a_new_version_together_and_the_pause_is_short():
