@@ -22,7 +22,7 @@ def stub() -> Iterator[StubServer]:
 
 @pytest.fixture
 def headrace(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> Headrace:
-    """Runs the command line against the stub, with output piped."""
+    """A function that runs the command line against the stub, with piped output."""
     monkeypatch.setenv("HEADRACE_URL", stub.url)
     monkeypatch.delenv("HEADRACE_TOKEN", raising=False)
 

@@ -45,7 +45,7 @@ STORED = [
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A data directory with these trajectories in its log."""
+    """A data directory with the trajectories ``STORED`` in its log."""
     (tmp_path / "data" / "log").mkdir(parents=True)
     frames = (pack_frame(FrameType.TRAJECTORY, codec.encode(trajectory)) for trajectory in STORED)
     (tmp_path / "data" / "log" / "00000001.log").write_bytes(b"".join(part for frame in frames for part in frame))
@@ -100,7 +100,7 @@ def test_a_line_of_json_has_every_field_of_the_record(stored: Path, tmp_path: Pa
 
 
 def read(line: str) -> Trajectory:
-    """The trajectory of a line."""
+    """The trajectory of a JSON line."""
     import numpy as np
 
     kinds = {"token_ids": np.int32, "sampled": np.uint8, "logprobs": np.float32}

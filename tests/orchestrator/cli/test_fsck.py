@@ -37,8 +37,8 @@ from tests.sdk.test_offline import listing
 SMALL_FILE_BYTES = 8 << 10
 
 
-async def a_history(api: Api) -> tuple[Batch, Batch]:
-    """An acked batch, an open one, and more."""
+async def play_history(api: Api) -> tuple[Batch, Batch]:
+    """Play a run until it has an acked batch, an open one and further groups; returns the two batches."""
     await api.create_run()
     await api.play(free=8)
     acked = await api.pull()
@@ -70,7 +70,7 @@ def only(report: FsckReport) -> FsckFinding:
 
 async def test_a_sound_directory_ends_with_0_and_nothing_is_written(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await play_history(api)
     before = listing(data_dir)
     result = fsck(data_dir)
     assert (result.exit_code, result.stdout) == (0, "")
@@ -85,7 +85,7 @@ async def test_a_sound_directory_ends_with_0_and_nothing_is_written(data_dir: Pa
 
 async def test_the_directory_of_a_running_service_is_checked(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await play_history(api)
         for _ in range(3):
             report, _ = await asyncio.gather(asyncio.to_thread(check, data_dir), api.play(free=2))
             assert report.live
@@ -94,7 +94,7 @@ async def test_the_directory_of_a_running_service_is_checked(data_dir: Path):
 
 async def test_lost_records_end_with_5_and_are_named_with_their_cost(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        _acked, _ = await a_history(api)
+        _acked, _ = await play_history(api)
     file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY)
     flip(file, frame.offset + 64 + 30)
     result = fsck(data_dir)
@@ -108,14 +108,14 @@ async def test_lost_records_end_with_5_and_are_named_with_their_cost(data_dir: P
     assert len(finding.names) == 1
     assert finding.names[0] in result.stdout
     assert "trajectory is lost" in finding.cost
-    # Its name is known from the projection even where nothing of it can be read.
+    # The projection knows its name even if the record is unreadable.
     flip(file, frame.offset + 9)
     assert only(check(data_dir)).names == finding.names
 
 
 async def test_a_damaged_batch_is_named(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        acked, _opened = await a_history(api)
+        acked, _opened = await play_history(api)
     hit = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.BATCH]
     flip(hit[0][0], hit[0][1].offset + 100)
     finding = only(check(data_dir))
@@ -125,7 +125,7 @@ async def test_a_damaged_batch_is_named(data_dir: Path):
 @pytest.mark.parametrize("copy", [0, 1])
 async def test_redundant_damage_ends_with_6_for_one_damaged_copy_of_an_event(data_dir: Path, copy: int):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL)
     flip(file, frame.offset + copy * frame.size // 2 + 64)
     assert fsck(data_dir).exit_code == DAMAGED
@@ -135,7 +135,7 @@ async def test_redundant_damage_ends_with_6_for_one_damaged_copy_of_an_event(dat
 
 async def test_an_event_with_both_copies_damaged_is_lost(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     file, frame = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL][-1]
     for copy in range(2):
         flip(file, frame.offset + copy * frame.size // 2 + 64)
@@ -145,7 +145,7 @@ async def test_an_event_with_both_copies_damaged_is_lost(data_dir: Path):
 
 async def test_heads_and_footers_are_checked(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await play_history(api)
     for kind, lost in ((FrameType.FOOTER, False), (FrameType.FILE_HEAD, False)):
         file, frame = [(file, item) for file, item in frames(data_dir) if item.type is kind][-1]
         for copy in range(2):
@@ -159,7 +159,7 @@ async def test_heads_and_footers_are_checked(data_dir: Path):
 
 async def test_the_footer_reveals_a_replaced_frame(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await play_history(api)
     records = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY]
     first, second = next(
         (one, other)
@@ -176,7 +176,7 @@ async def test_the_footer_reveals_a_replaced_frame(data_dir: Path):
 
 async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await play_history(api)
     files = sorted((data_dir / "log").glob("*.log"))
     assert len(files) >= 3
     whole = files[1].read_bytes()
@@ -207,7 +207,7 @@ async def test_records_deleted_by_retention_are_not_damage_while_listings_still_
 
 async def test_the_projection_reveals_a_truncated_log(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     items = [item for _, item in frames(data_dir)]
     file = path_of(data_dir / "log", 1)
     last = next(item for item in reversed(items) if item.type is FrameType.TRAJECTORY)
@@ -219,7 +219,7 @@ async def test_the_projection_reveals_a_truncated_log(data_dir: Path):
 
 async def test_an_unfinished_append_is_not_damage(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     file = path_of(data_dir / "log", 1)
     with file.open("ab") as stream:
         stream.write(file.read_bytes()[:100])
@@ -254,7 +254,7 @@ async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):
 
 async def test_a_projection_that_differs_from_the_log_is_named_and_rebuilt(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        acked, _ = await a_history(api)
+        acked, _ = await play_history(api)
     file = data_dir / "projection.sqlite"
     lived = rows(file)
     changes = {
@@ -287,7 +287,7 @@ async def test_a_projection_that_differs_from_the_log_is_named_and_rebuilt(data_
 @pytest.mark.parametrize("damage", [b"this is no database" * 100, b""])
 async def test_an_unreadable_projection_is_named(data_dir: Path, damage: bytes):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     lived = rows(data_dir / "projection.sqlite")
     (data_dir / "projection.sqlite").write_bytes(damage)
     assert fsck(data_dir).exit_code == DAMAGED
@@ -298,7 +298,7 @@ async def test_an_unreadable_projection_is_named(data_dir: Path, damage: bytes):
 
 async def test_a_projection_is_not_rebuilt_under_a_running_service(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
         before = (data_dir / "projection.sqlite").stat().st_ino
         result = fsck("--rebuild", data_dir)
         assert result.exit_code == 1
@@ -308,7 +308,7 @@ async def test_a_projection_is_not_rebuilt_under_a_running_service(data_dir: Pat
 
 async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
     async with orchestrator(data_dir) as api:
-        await a_history(api)
+        await play_history(api)
     (data_dir / "projection.sqlite").unlink()
     assert check(data_dir).findings == []
     for arguments in ((data_dir.parent,), ("--rebuild", data_dir.parent)):
@@ -381,5 +381,5 @@ async def test_an_unreadable_file_is_lost_and_not_only_its_head(data_dir: Path):
     assert findings[0].names
     assert "No record is lost" not in findings[0].cost
     assert fsck(data_dir).exit_code == LOST
-    (data_dir / "projection.sqlite").unlink()  # then nobody knows what was in it
+    (data_dir / "projection.sqlite").unlink()  # then its content is unknown
     assert fsck(data_dir).exit_code == LOST

@@ -14,7 +14,7 @@ GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", 
 
 
 def taken(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """What a command gets."""
+    """Run a command with these arguments; returns the values of its options."""
     values: dict[str, Any] = {}
     command = click.command()(storage_options(lambda **options: values.update(options)))
     result = CliRunner().invoke(command, arguments, env=environment)
