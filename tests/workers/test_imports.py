@@ -48,7 +48,8 @@ def test_a_module_is_found_in_the_folder_that_the_worker_was_started_in(environm
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "no file"), ("1 / 0", "ZeroDivisionError"), ("import nowhere_at_all", "nowhere")]
+    ("content", "reason"),
+    [(None, "does not exist"), ("1 / 0", "ZeroDivisionError"), ("import nowhere_at_all", "nowhere")],
 )
 def test_what_cannot_be_imported_stops_the_worker_with_the_reason(tmp_path: Path, content, reason):
     file = tmp_path / "broken_environments.py"

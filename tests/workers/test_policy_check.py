@@ -72,13 +72,13 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
 
 async def test_what_a_server_does_not_offer_is_skipped_and_fails_nothing(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unscored")
-    assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server gives no prompt_logprobs")
+    assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server returns no prompt_logprobs")
     assert failed(findings) == []
 
 
 async def test_a_server_that_names_no_models_is_not_said_to_lack_the_policy(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unnamed")
-    assert findings["model"] == CheckFinding("model", "SKIPPED", "/v1/models names none")
+    assert findings["model"] == CheckFinding("model", "SKIPPED", "/v1/models lists no model")
     assert findings["ids"].status == "PASS"
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_is_not_there_is_a_failed_check() -> None:
     result = run("--endpoint", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "FAIL    server" in result.output
-    assert "Is the server running" in result.output
+    assert "Check that the server is running" in result.output
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error_of_the_command(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from headrace_workers.worker.worker import WorkerSettings
 EXTRAS = {"reasoning-gym": "reasoning_gym"}
 """Capabilities that follow from installed packages: name and module."""
 
-
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -30,7 +29,7 @@ def _orchestrator(_: click.Context, __: click.Parameter, url: str) -> str:
     with suppress(ValueError):  # such as half an IPv6 address
         if urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname:
             return url
-    raise click.BadParameter(f"{url!r} is not an address of an orchestrator; it reads like http://127.0.0.1:8470.")
+    raise click.BadParameter(f"{url!r} is not the address of an orchestrator, such as http://127.0.0.1:8470.")
 
 
 def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,7 +61,7 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     "policy_endpoints",
     multiple=True,
     callback=_endpoints,
-    help="Address of a policy server, for runs that name none. May be repeated: several servers serve one policy.",
+    help="Address of a policy server, for runs that name none. May be repeated, for several servers of one policy.",
 )
 @click.option("--policy", default="", metavar="MODULE:FACTORY", help="Use an in-process policy instead of a server.")
 @click.option(
@@ -70,43 +69,45 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     "imports",
     multiple=True,
     metavar="MODULE|FILE.py",
-    help="Module or file to import first; it registers environments. May be repeated.",
+    help="Module or file to import first, such as one that registers environments. May be repeated.",
 )
 @click.option("--pool", default="default", show_default=True, help="Pool that the worker belongs to.")
 @click.option(
     "--capabilities",
     default="",
     metavar="A,B",
-    help=f"What the worker offers, beyond what is found installed ({', '.join(EXTRAS)}).",
+    help=f"Capabilities of the worker, besides those that follow from installed packages ({', '.join(EXTRAS)}).",
 )
 @click.option(
     "--sandbox",
     default="",
     metavar="RUNTIME|ADDRESS",
-    help="What environments and tools run programs in, such as bubblewrap (`headrace sandbox doctor` lists what works "
-    "here), or the address of a `headrace sandbox serve`. Default: none, and such environments fail.",
+    help="Runtime in which environments and tools run programs, such as bubblewrap (`headrace sandbox doctor` lists "
+    "those that work), or the address of a `headrace sandbox serve`. Default: none; environments that need one fail.",
 )
 @click.option("--name", default="", help="Unique name. Default: host, process and a random part.")
 @click.option(
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with the bearer token. Default: the variable HEADRACE_TOKEN.",
+    help="File with the bearer token. Default: the token in the variable HEADRACE_TOKEN.",
 )
 @click.option(
     "--grace-s",
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="Seconds to finish running episodes when asked to stop.",
+    help="Seconds to finish running episodes after a request to stop.",
 )
 @click.option(
     "--spool-mib",
     type=click.IntRange(1),
     default=256,
     show_default=True,
-    help="Finished records kept while the orchestrator is away.",
+    help="Limit on finished records in memory while the orchestrator is unavailable.",
 )
-@click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Lowest severity to log."
+)
 @click.pass_context
 def worker(
     context: click.Context,
@@ -125,7 +126,7 @@ def worker(
     spool_mib: int,
     log_level: str,
 ) -> None:
-    """Run episodes: lease attempts, play them, hand in the records. Logs are JSON lines on standard error."""
+    """Run episodes: lease attempts, run them and submit the records. Logs are JSON lines on standard error."""
     logs.configure(log_level)
     import_all(imports)
     settings = WorkerSettings(
@@ -133,7 +134,7 @@ def worker(
         orchestrator=url,
         token=read_token(token_file),
         pool=pool,
-        capabilities=offered(capabilities),
+        capabilities=all_capabilities(capabilities),
         sandbox=sandbox,
         imports=imports,
         slots=slots,
@@ -158,8 +159,8 @@ def read_token(token_file: Path | None) -> str:
     return token
 
 
-def offered(capabilities: str) -> tuple[str, ...]:
-    """All capabilities: the named ones, and those that follow from installed packages."""
+def all_capabilities(capabilities: str) -> tuple[str, ...]:
+    """Return the named capabilities and those that follow from installed packages, sorted."""
     named = {part.strip() for part in capabilities.split(",") if part.strip()}
-    found = {name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is not None}
-    return tuple(sorted(named | found))
+    installed = {name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is not None}
+    return tuple(sorted(named | installed))

@@ -1,8 +1,8 @@
 """The context of an environment: a sandbox for programs, threads for blocking calls, processes for unbounded calls.
 
 * An environment with an attribute ``environment_context`` has it set before its first ``reset``.
-* Outside a worker (in a notebook, in a check) each program runs in a new runtime that ends with it: the one that the
-  variable HEADRACE_SANDBOX names, or the default.
+* Outside a worker (in a notebook, in a check) each program runs in a new runtime that is closed after it: the one
+  named by the variable HEADRACE_SANDBOX, or the default.
 """
 
 from __future__ import annotations
@@ -77,18 +77,18 @@ class _RuntimePerProgram:
         self._name = name
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
-        async with self._made() as runtime:
+        async with self._new_runtime() as runtime:
             return await runtime.run(command, limits)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
-        async with self._made() as runtime:
+        async with self._new_runtime() as runtime:
             return await runtime.run_code(program, limits)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         raise not_offered(self._name, "persistent sandboxes outside a worker")
 
     @contextlib.asynccontextmanager
-    async def _made(self) -> AsyncIterator[Runtime]:
+    async def _new_runtime(self) -> AsyncIterator[Runtime]:
         runtime = await asyncio.to_thread(make_runtime, self._name)
         try:
             yield runtime

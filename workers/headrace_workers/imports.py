@@ -40,10 +40,10 @@ def _import_module(name: str) -> None:
 
 def _import_file(path: Path) -> None:
     if path.stem in sys.modules:
-        raise ImportError(f"a module named {path.stem!r} is there already; rename the file")
+        raise ImportError(f"a module named {path.stem!r} is already imported; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"the file {path} does not exist")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # registered before it runs, so that its classes can be found by name
     try:

@@ -3,9 +3,10 @@
 * A worker has one runtime; it is made and tested at its first use, on the worker's event loop.
 * A sandbox failure is retried in a fresh sandbox if it is retryable, and then ends the attempt; it never becomes an
   observation.
-* The runtime may be a service of the host; then runs share it fairly, and a busy one is asked again when it says.
-* Waiting for a sandbox, and making one, does not count as working time of the episode, and the deadline of a step stops
-  meanwhile; each call of a sandbox has its own deadline.
+* The runtime may be a service of the host. Then runs share it fairly, and a busy service is asked again at the time
+  that it names.
+* Waiting for a sandbox, and making one, does not count as working time of the episode, and stops the deadline of a
+  step; each call of a sandbox has its own deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from headrace_sandbox.runtimes.registry import ready_runtime
 T = TypeVar("T")
 
 TRIES = 3
-"""Tries of one program: an occasionally lost sandbox should cost no episode."""
+"""Tries of one program: a sandbox that is lost occasionally should not fail an episode."""
 
 PAUSE_S = 0.2
 """Pause before the second try; twice that before the third."""
@@ -46,8 +47,8 @@ QUEUE_S = 120.0
 BUSY = "busy"
 """Failure kind of a service whose queue is full; it says when to ask again, which does not count as a try."""
 
-ASK_AGAIN_S = 10.0
-"""Time for which a runtime that could not be made is refused without a new try."""
+REFUSAL_S = 10.0
+"""Time after a failure to make the runtime during which the failure is repeated without a new try."""
 
 
 async def open_runtime(name: str) -> Runtime:
@@ -67,16 +68,16 @@ async def open_runtime(name: str) -> Runtime:
 
 
 class WorkerSandbox:
-    """The sandbox of a worker process. ``name``: the runtime's name or a service's address; empty: the worker has
-    none."""
+    """The sandbox of a worker process. ``name``: the runtime's name or a service's address; empty for a worker without
+    a sandbox."""
 
     def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] | None = None) -> None:
         self.name = name
         self._open = open_ or open_runtime
         self._runtime: Runtime | None = None
         self._opening = asyncio.Lock()
-        self._refused: SandboxFailure | None = None
-        self._refused_until = 0.0
+        self._failure: SandboxFailure | None = None
+        self._failure_until = 0.0
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -86,14 +87,14 @@ class WorkerSandbox:
         return ("sandbox",) if "://" in self.name else ("sandbox", f"sandbox:{self.name}")
 
     async def runtime(self, owner: str = "") -> Runtime:
-        """The runtime for programs of an owner. Raises SandboxFailure ``no-sandbox``, or the reason why not."""
+        """The runtime for programs of an owner. Raises SandboxFailure, such as ``no-sandbox``."""
         if self._runtime is None:
             async with self._opening:
                 if self._runtime is None:
-                    self._runtime = await self._opened()
+                    self._runtime = await self._open_runtime()
         return self._runtime.for_owner(owner) if isinstance(self._runtime, ServiceRuntime) else self._runtime
 
-    async def _opened(self) -> Runtime:
+    async def _open_runtime(self) -> Runtime:
         if not self.name:
             raise SandboxFailure(
                 "The environment runs programs, and this worker was started without a sandbox.",
@@ -102,12 +103,12 @@ class WorkerSandbox:
                 kind="no-sandbox",
                 retryable=False,
             )
-        if self._refused is not None and time.monotonic() < self._refused_until:
-            raise self._refused.with_traceback(None)
+        if self._failure is not None and time.monotonic() < self._failure_until:
+            raise self._failure.with_traceback(None)
         try:
             return await self._open(self.name)
         except SandboxFailure as failure:
-            self._refused, self._refused_until = failure, time.monotonic() + ASK_AGAIN_S
+            self._failure, self._failure_until = failure, time.monotonic() + REFUSAL_S
             raise
 
     async def close(self) -> None:
@@ -126,9 +127,9 @@ class EpisodeSandbox:
         self._domain = domain
         self._clock = clock
         self._calls = 0
-        self._begun_at = 0.0
-        self._ran: list[tuple[float, float]] = []
-        self._left_s: float | None = None
+        self._waiting_since = 0.0
+        self._program_times: list[tuple[float, float]] = []
+        self._deadline_left_s: float | None = None
         self.deadline: asyncio.Timeout | None = None
         """The deadline of the current step."""
         self.waited_s = 0.0
@@ -146,24 +147,24 @@ class EpisodeSandbox:
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """Open a persistent sandbox; the caller closes it. Programs in it are not retried, because its state changed.
         Raises SandboxFailure."""
-        with self._counted():
-            return await self._tried(template.limits, lambda runtime: runtime.open(template, ttl_s))
+        with self._count_waiting():
+            return await self._with_retries(template.limits, lambda runtime: runtime.open(template, ttl_s))
 
     async def _run(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
-        with self._counted():
-            result = await self._tried(limits, call)
+        with self._count_waiting():
+            result = await self._with_retries(limits, call)
             ended_at = self._clock()
-            self._ran.append((ended_at - result.wall_s, ended_at))
+            self._program_times.append((ended_at - result.wall_s, ended_at))
             return result
 
-    async def _tried(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
-        patient_until = self._clock() + OVERHEAD_S
+    async def _with_retries(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
+        give_up_at = self._clock() + OVERHEAD_S
         number = 1
         while True:
             try:
                 return await self._try(limits, call)
             except SandboxFailure as failure:
-                if failure.kind == BUSY and self._clock() < patient_until:
+                if failure.kind == BUSY and self._clock() < give_up_at:
                     await asyncio.sleep(failure.extra.get("retry_after_s", PAUSE_S))
                     continue
                 if number == TRIES or not failure.retryable:
@@ -172,38 +173,42 @@ class EpisodeSandbox:
             number += 1
 
     async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
-        most_s = limits.wall_s + OVERHEAD_S
+        max_s = limits.wall_s + OVERHEAD_S
         try:
-            async with timeout(most_s):
+            async with timeout(max_s):
                 return await call(await self._worker.runtime(self._domain))
         except TimeoutError:
             raise SandboxFailure(
-                f"The sandbox returned no result within {most_s:g} s for a program that may run {limits.wall_s:g} s.",
+                f"The sandbox returned no result within {max_s:g} s for a program that may run {limits.wall_s:g} s.",
                 kind="sandbox-hangs",
                 retryable=True,
             ) from None
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_waiting(self) -> Iterator[None]:
         """Count the time of open calls as waiting, except the time in which programs run."""
         if self._calls == 0:
-            self._begun_at, self._ran, self._left_s = self._clock(), [], _stopped(self.deadline)
+            self._waiting_since, self._program_times, self._deadline_left_s = (
+                self._clock(),
+                [],
+                _stop_deadline(self.deadline),
+            )
         self._calls += 1
         try:
             yield
         finally:
             self._calls -= 1
             if self._calls == 0:
-                passed_s = self._clock() - self._begun_at
-                worked_s = min(passed_s, union_s(self._ran))
+                passed_s = self._clock() - self._waiting_since
+                worked_s = min(passed_s, union_s(self._program_times))
                 self.waited_s += passed_s - worked_s
-                if self.deadline is not None and self._left_s is not None:
-                    left_s = max(0.0, self._left_s - worked_s)
+                if self.deadline is not None and self._deadline_left_s is not None:
+                    left_s = max(0.0, self._deadline_left_s - worked_s)
                     self.deadline.reschedule(asyncio.get_running_loop().time() + left_s)
 
 
-def _stopped(deadline: asyncio.Timeout | None) -> float | None:
-    """Stop a deadline; returns the seconds left until it."""
+def _stop_deadline(deadline: asyncio.Timeout | None) -> float | None:
+    """Stop a deadline; return the seconds left until it."""
     when = None if deadline is None else deadline.when()
     if deadline is None or when is None:
         return None

@@ -82,7 +82,7 @@ async def test_it_is_played_in_another_process_which_is_used_again_until_a_step_
 WRONG: dict[str, tuple[tuple[str, str, bool], str]] = {
     "raise": (("environment", "step-raised", True), "ValueError: no [at step (heavy.py:"),
     "fail": (("simulator", "away", True), "not now"),
-    "strange": (("environment", "step-raised", True), "cannot leave its process"),
+    "strange": (("environment", "step-raised", True), "cannot be sent to the worker"),
     "abort": (("environment", "environment-process-lost", True), "signal 6"),
 }
 

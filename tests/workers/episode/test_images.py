@@ -170,7 +170,7 @@ async def test_the_check_of_a_server_reports_the_tokens_of_an_image() -> None:
             tolerance=0.1,
         )
         try:
-            assert await turn_checks.image(target) == "an image of 64 × 64 pixels is 17 tokens"
+            assert await turn_checks.image(target) == "an image of 64 × 64 pixels has 17 tokens"
         finally:
             await policies.close()
     assert engine.images[0][0].startswith(b"\x89PNG")

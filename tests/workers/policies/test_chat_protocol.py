@@ -58,7 +58,7 @@ async def test_for_training_a_chat_server_must_give_the_ids_of_prompt_and_answer
 async def test_for_an_evaluation_text_will_do_also_from_a_server_that_names_no_version() -> None:
     async with serving(text_alone, chat=True) as engine, client(engine) as policy:
         engine.version = 404
-        sample = await policy.sample(msgspec.structs.replace(ASKED, text_will_do=True))
+        sample = await policy.sample(msgspec.structs.replace(ASKED, accepts_text=True))
     assert (sample.text, list(sample.token_ids)) == ("Hello!", [])
 
 
@@ -103,7 +103,7 @@ async def test_a_prompt_that_does_not_extend_what_stands_starts_a_new_segment() 
 
 
 def says(request: SampleRequest) -> Sample:
-    assert request.text_will_do
+    assert request.accepts_text
     return Sample(token_ids=[], logprobs=[], finish_reason="stop", versions=[], text="Aye")
 
 

@@ -25,7 +25,7 @@ def send(router: ServerRouter, episode: str, group: str = "g", pool: list[str] |
     return address
 
 
-def put_out(router: ServerRouter, address: str) -> None:
+def suspend(router: ServerRouter, address: str) -> None:
     router.sent(address)
     router.failed(address, "nobody listens", at_once=True)
 
@@ -68,47 +68,47 @@ def test_a_server_is_put_out_after_failures_in_a_row_and_not_for_single_ones() -
         router.failed(A, "500")
     router.sent(A)
     router.answered(A)
-    assert router.is_in(A)
+    assert router.is_available(A)
     for _ in range(FAILURES_IN_A_ROW):
         router.sent(A)
         router.failed(A, "500")
-    assert not router.is_in(A)
+    assert not router.is_available(A)
     assert router.server(A).reason == "500"
 
 
 def test_a_server_that_is_out_is_probed_later_each_time_and_returns_on_probation() -> None:
     clock = Clock()
     router = ServerRouter(clock)
-    put_out(router, A)
-    assert router.due() == []
-    clock.now += module.FIRST_OUT_S
-    assert router.due() == [A]
+    suspend(router, A)
+    assert router.due_for_probe() == []
+    clock.now += module.FIRST_SUSPENSION_S
+    assert router.due_for_probe() == [A]
     router.probed(A, "still nobody")
-    clock.now += module.FIRST_OUT_S
-    assert router.due() == []
-    clock.now += module.FIRST_OUT_S
+    clock.now += module.FIRST_SUSPENSION_S
+    assert router.due_for_probe() == []
+    clock.now += module.FIRST_SUSPENSION_S
     router.probed(A, "")
-    assert router.is_in(A)
+    assert router.is_available(A)
     router.sent(A)
     router.failed(A, "500")
-    assert not router.is_in(A)  # one failure is enough for it now
-    assert router.server(A).outs == 3
+    assert not router.is_available(A)  # one failure is enough for it now
+    assert router.server(A).suspensions == 3
 
 
 def test_a_server_that_answers_is_in_whatever_it_did_before() -> None:
     router = ServerRouter(Clock())
     router.sent(A)
-    put_out(router, A)
+    suspend(router, A)
     router.answered(A)
-    assert router.is_in(A)
-    assert router.server(A).outs == 0
+    assert router.is_available(A)
+    assert router.server(A).suspensions == 0
 
 
 def test_when_all_are_out_the_one_that_returns_soonest_is_asked() -> None:
     clock = Clock()
     router = ServerRouter(clock)
     for address in (B, A, C):
-        put_out(router, address)
+        suspend(router, address)
         clock.now += 0.1
     assert choose(router) == B
 
@@ -121,7 +121,7 @@ def test_a_server_that_left_is_forgotten_once_nothing_is_open_there() -> None:
     router = ServerRouter(Clock())
     router.sent(A)
     router.server(B)
-    router.forget(keep=[])
+    router.forget_except(keep=[])
     assert set(router.servers) == {A}
 
 
@@ -149,7 +149,7 @@ def test_no_choice_is_out_or_has_more_than_its_share_and_affinity_is_kept_where_
         if event == "send" and pool:
             _check_choice(router, pool, homes, f"e{number}")
             opened.append(homes[f"e{number}"])
-        elif event == "probe" and not router.is_in(address):
+        elif event == "probe" and not router.is_available(address):
             router.probed(address, "" if number % 2 else "dead")
         elif event == "wait":
             clock.now += number
@@ -167,7 +167,7 @@ def test_no_choice_is_out_or_has_more_than_its_share_and_affinity_is_kept_where_
 
 
 def _check_choice(router: ServerRouter, pool: list[str], homes: dict[str, str], episode: str) -> None:
-    inside = [address for address in pool if router.is_in(address)]
+    inside = [address for address in pool if router.is_available(address)]
     share = share_of(sum(router.server(address).open for address in inside), max(1, len(inside)))
     home = homes.get(episode)
     chosen = send(router, episode, group=f"g{episode}", pool=pool)

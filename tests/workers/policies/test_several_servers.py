@@ -20,7 +20,7 @@ from headrace_workers.policies import router as router_module
 from headrace_workers.policies import server_client as server_module
 from headrace_workers.policies import server_list as following_module
 from headrace_workers.policies.pausable_deadline import Deadline
-from headrace_workers.policies.server_pools import UNHEARD_S, ManagedPool
+from headrace_workers.policies.server_pools import STALE_S, ManagedPool
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 from tests.workers.policies.test_one_server import REQUEST, fine, raw, reply
@@ -119,7 +119,7 @@ async def test_a_server_that_is_gone_gets_nothing_while_another_one_is_in() -> N
         policies.router.sent(engines[0].url)  # so that the other one is chosen first
         samples = [await policy.sample(REQUEST) for _ in range(5)]
         assert {address for sample in samples[1:] for address in sample.servers} == {engines[0].url}
-        assert not policies.router.is_in("http://127.0.0.1:1")
+        assert not policies.router.is_available("http://127.0.0.1:1")
 
 
 async def test_a_rate_limit_is_waited_out_where_there_is_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,28 +244,28 @@ async def test_when_no_server_takes_a_turn_in_time_the_failure_says_why() -> Non
 
 
 def policy_waits(policy: Policy) -> bool:
-    """Whether a pause of all servers has begun."""
+    """Return True once a pause of all servers has begun."""
     assert isinstance(policy, served_module.ServedPolicy)
     pool = policy._pool
     assert isinstance(pool, ManagedPool)
-    return pool._hold_began_at is not None
+    return pool._all_paused_since is not None
 
 
-class Looks:
-    """Counts how often a deadline looked whether the time is up."""
+class DeadlineChecks:
+    """Counts how often a deadline checks whether its time is over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        look = Deadline._look
+        check = Deadline._check
 
         def counted(deadline: Deadline) -> None:
             self.count += 1
-            look(deadline)
+            check(deadline)
 
-        monkeypatch.setattr(Deadline, "_look", counted)
+        monkeypatch.setattr(Deadline, "_check", counted)
 
     async def one(self) -> None:
-        """Wait until it looked: the time would be up."""
+        """Wait for a check, at the time when the deadline would have passed without the pause."""
         while not self.count:
             await asyncio.sleep(0.005)
 
@@ -273,7 +273,7 @@ class Looks:
 async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looks = Looks(monkeypatch)
+    checks = DeadlineChecks(monkeypatch)
     clock, orchestrator, resumed = Clock(), Orchestrator(), asyncio.Event()
 
     async def paused(engine: Engine, body: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
         while not policy_waits(policy):
             await asyncio.sleep(0.005)
         clock.now += 100
-        await looks.one()
+        await checks.one()
         assert not task.done()
         orchestrator.tell(3, PolicyServerStatus(address=url, state="serving", paused_s=100.0))
         resumed.set()
@@ -297,7 +297,7 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
 
 
 async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
+    checks = DeadlineChecks(monkeypatch)
     clock, orchestrator = Clock(), Orchestrator()
     async with kept(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
         url = engines[0].url
@@ -306,7 +306,7 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
         while not policy_waits(policy):
             await asyncio.sleep(0.005)
         clock.now += 50
-        await looks.one()
+        await checks.one()
         assert not task.done()
         assert engines[0].bodies == []
         orchestrator.tell(2, PolicyServerStatus(address=url, state="serving", paused_s=50.0))
@@ -343,27 +343,27 @@ async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
     clock = Clock()
     pool = ManagedPool("r", [], clock)
     pool.update(PolicyServersReply(epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing")]))
-    clock.now += UNHEARD_S + 1
+    clock.now += STALE_S + 1
     assert pool.addresses() == []
     pool.mark_unreachable()
     assert pool.addresses() == ["a"]
-    assert (pool.paused_s("a"), pool.held_s()) == (UNHEARD_S, UNHEARD_S + 1)
+    assert (pool.paused_s("a"), pool.all_paused_s()) == (STALE_S, STALE_S + 1)
 
 
 async def test_a_server_that_is_out_comes_back_when_it_answers_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
-    monkeypatch.setattr(router_module, "FIRST_OUT_S", 0.0)
-    monkeypatch.setattr(router_module, "LONGEST_OUT_S", 0.0)
+    monkeypatch.setattr(watching_module, "INTERVAL_S", 0.005)
+    monkeypatch.setattr(router_module, "FIRST_SUSPENSION_S", 0.0)
+    monkeypatch.setattr(router_module, "LONGEST_SUSPENSION_S", 0.0)
     async with several(reply("x", status=500), fine) as (engines, policy, policies), asyncio.timeout(10):
         bad = engines[0]
         bad.healthy = False
-        while policies.router.is_in(bad.url):
+        while policies.router.is_available(bad.url):
             await policy.sample(msgspec.structs.replace(REQUEST, episode=f"e{len(bad.bodies)}", group="g"))
-        outs = policies.router.server(bad.url).outs
-        while policies.router.server(bad.url).outs < outs + 3:
+        suspensions = policies.router.server(bad.url).suspensions
+        while policies.router.server(bad.url).suspensions < suspensions + 3:
             await asyncio.sleep(0.005)  # each probe that fails puts it out for longer
         bad.healthy, bad.answer = True, fine
-        while not policies.router.is_in(bad.url):
+        while not policies.router.is_available(bad.url):
             await asyncio.sleep(0.005)
         asked = len(bad.bodies)
         while len(bad.bodies) == asked:
@@ -372,7 +372,7 @@ async def test_a_server_that_is_out_comes_back_when_it_answers_a_probe(monkeypat
 
 
 async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(watching_module, "INTERVAL_S", 0.005)
     monkeypatch.setattr(watching_module, "SILENT_S", -1.0)
 
     async def never(engine: Engine, body: dict[str, Any]) -> Any:
@@ -383,7 +383,7 @@ async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monke
         sample = await policy.sample(REQUEST)
         assert list(sample.servers) == [engine.url for engine in engines]
         await engines[0].aborted.wait()
-        assert not policies.router.is_in(engines[0].url)
+        assert not policies.router.is_available(engines[0].url)
 
 
 async def test_a_server_that_is_ejected_is_given_up_once_another_one_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ async def test_a_server_that_is_ejected_is_given_up_once_another_one_is_in(monke
 
 
 async def test_without_another_server_a_silent_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(watching_module, "INTERVAL_S", 0.005)
     monkeypatch.setattr(watching_module, "SILENT_S", -1.0)
     given_up = asyncio.Event()
 
@@ -427,8 +427,8 @@ async def test_without_another_server_a_silent_one_is_waited_for(monkeypatch: py
 
     async with several(late) as (engines, policy, policies), asyncio.timeout(10):
         turn = asyncio.create_task(policy.sample(REQUEST))
-        while policies.router.is_in(engines[0].url):
+        while policies.router.is_available(engines[0].url):
             await asyncio.sleep(0.005)
         given_up.set()
         assert (await turn).token_ids == [66, 261]
-        assert policies.router.is_in(engines[0].url)
+        assert policies.router.is_available(engines[0].url)

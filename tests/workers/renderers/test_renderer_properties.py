@@ -155,8 +155,8 @@ def answer(track: AgentTrack, asked: NextPrompt, renderer: Renderer, ids: list[i
 
 
 def new_track(renderer: Renderer, tools: list[dict[str, Any]]) -> AgentTrack:
-    everyone = make_plan(RunSpec(name="r")).everyone
-    return AgentTrack("agent", everyone, Sampling(), renderer, tools)
+    plan = make_plan(RunSpec(name="r")).default_agent
+    return AgentTrack("agent", plan, Sampling(), renderer, tools)
 
 
 @pytest.mark.parametrize("name", ["bytes", *FAMILIES, *AWKWARD])
@@ -177,7 +177,7 @@ def test_each_prompt_extends_the_current_segment_or_starts_a_new_one(name: str, 
             track.observe(message)
         asked = track.prompt()
         prompt = asked.token_ids
-        if asked.standing:
+        if asked.segment_ids:
             assert prompt[: len(stands)] == stands
             assert len(prompt) > len(stands)
         ids = data.draw(_sampled(case.encode, vocab_size, list(renderer.stop_token_ids)))

@@ -133,7 +133,7 @@ def test_the_token_comes_from_the_file_or_the_environment(tmp_path: Path, monkey
 
 def test_capabilities_are_the_named_and_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "EXTRAS", {"json": "json", "absent": "no_such_module"})
-    assert cli.offered("gpu, tools,") == ("gpu", "json", "tools")
+    assert cli.all_capabilities("gpu, tools,") == ("gpu", "json", "tools")
 
 
 @pytest.mark.parametrize(

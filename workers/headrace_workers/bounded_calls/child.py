@@ -26,7 +26,7 @@ def serve_calls(requests: int, answers: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(requests, "rb") as lines, os.fdopen(answers, "wb") as output:
         for line in lines:
-            output.write(encode_answer(carry_out(json.loads(line))) + b"\n")
+            output.write(encode_answer(run_call(json.loads(line))) + b"\n")
             output.flush()
 
 
@@ -38,7 +38,7 @@ def encode_answer(answer: dict[str, Any]) -> bytes:
         return json.dumps({"raised": f"{type(error).__name__}: {error}", "last": True}).encode()
 
 
-def carry_out(call: dict[str, Any]) -> dict[str, Any]:
+def run_call(call: dict[str, Any]) -> dict[str, Any]:
     """Run one call and return its answer. ``last`` is true if this process must not be reused."""
     memory_bytes: int = call["memory_bytes"]
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

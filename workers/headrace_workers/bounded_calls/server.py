@@ -3,7 +3,7 @@
 * Calls run in child processes. The module of a call is imported here, once, before a child is forked.
 * A child is reused after a normal call; after a long or memory-hungry one it is not.
 * A call that exceeds its time is killed with its child, and a new child replaces it. The kernel limits memory.
-* Long calls get a lower priority than new ones: a call that never ends does not delay others.
+* Long calls get a lower priority than new ones, so a call that never ends does not delay others.
 * A busy machine does not fail a call: one that got hardly any CPU time gets a longer deadline.
 * When the socket closes or this process dies, every call ends.
 * The server ends with its worker, even while it imports a module.

@@ -1,7 +1,7 @@
 r"""Extraction of the answer from a policy's text.
 
 * The last ``\boxed{...}`` counts, with matched braces inside; for code, the last closed fenced block.
-* Text of any length and nesting is read in linear time, without an error.
+* Text of any length and nesting is parsed in linear time, without an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    r"""The fenced blocks of a text that are closed, in order.
+    r"""Yield the closed fenced blocks of a text, in order.
 
     >>> list(fenced_blocks("First:\n```python\nprint(1)\n```\nDone."))
     [Block(language='python', content='print(1)\n', end=30)]
@@ -63,7 +63,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
 def last_block(text: str) -> str | None:
     """The content of the last fenced block that is closed; None if there is none."""
-    found = None
-    for found in fenced_blocks(text):  # noqa: B007 - the last one is wanted
+    block = None
+    for block in fenced_blocks(text):  # noqa: B007 - only the last one is used
         pass
-    return None if found is None else found.content
+    return None if block is None else block.content

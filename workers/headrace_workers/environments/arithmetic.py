@@ -26,7 +26,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:/[0-9]+|\.[0-9]*)?|\.[0-9]+)")
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a whole number, a fraction ``a/b``, a decimal, or LaTeX ``\\frac{a}{b}``; None for others."""
+    """Parse the exact value of a whole number, a fraction ``a/b``, a decimal, or LaTeX ``\\frac{a}{b}``; return None
+    for other texts."""
     if len(text) > MAX_ANSWER_LENGTH:
         return None
     text = text.replace(" ", "").replace("−", "-")

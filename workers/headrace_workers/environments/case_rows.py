@@ -4,7 +4,7 @@
 * A list of ``{"input": ..., "output": ...}``, each with ``fn_name`` if it is a call.
 * Either may itself be JSON in a string. The input of a call is its list of arguments, or a text with one JSON value
   per line; the output is then JSON too.
-* Of many tests, those with the longest inputs are taken, as GEM does.
+* If there are too many tests, those with the longest inputs are used, as in GEM.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headrace_workers.environments.rows import bad_row_error
 def read_cases(row: dict[str, Any], max_cases: int) -> list[Case]:
     """Read the tests of a row, at most ``max_cases``. Raises EnvironmentFailure ``bad-row``."""
     try:
-        pairs = _pairs(_decoded(row["tests"]))
-        chosen = sorted(range(len(pairs)), key=lambda number: -_length(pairs[number][0]))[:max_cases]
-        cases = [_case(*pairs[number]) for number in sorted(chosen)]
+        pairs = _pairs(_decode(row["tests"]))
+        longest = sorted(range(len(pairs)), key=lambda number: -_length(pairs[number][0]))[:max_cases]
+        cases = [_case(*pairs[number]) for number in sorted(longest)]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise bad_row_error(f"The tests of the row cannot be read: {type(error).__name__}: {error}.") from error
     if not cases:
@@ -30,7 +30,7 @@ def read_cases(row: dict[str, Any], max_cases: int) -> list[Case]:
     return cases
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
@@ -42,14 +42,17 @@ def _pairs(tests: Any) -> list[tuple[Any, Any, str]]:
     return [(test["input"], test["output"], test.get("fn_name") or "") for test in tests]
 
 
-def _case(given: Any, expected: Any, function: str) -> Case:
+def _case(argument: Any, expected: Any, function: str) -> Case:
     if not function:
-        return StdioCase(stdin=_text(given), stdout=_text(expected))
-    if isinstance(given, str):
-        given, expected = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()], _decoded(expected)
-    if not isinstance(given, list):
-        raise TypeError(f"the arguments of {function} are {type(given).__name__}, not a list")
-    return CallCase(function=function, arguments=given, expected=expected)
+        return StdioCase(stdin=_text(argument), stdout=_text(expected))
+    if isinstance(argument, str):
+        argument, expected = (
+            [msgspec.json.decode(line) for line in argument.splitlines() if line.strip()],
+            _decode(expected),
+        )
+    if not isinstance(argument, list):
+        raise TypeError(f"the arguments of {function} are {type(argument).__name__}, not a list")
+    return CallCase(function=function, arguments=argument, expected=expected)
 
 
 def _text(value: Any) -> str:

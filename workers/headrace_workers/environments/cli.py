@@ -1,7 +1,7 @@
 """``headrace env``: lists environments and checks one against the protocol.
 
-* ``list`` names every id that a worker on this machine knows.
-* ``check`` plays an environment and prints each violation of the protocol; it exits with 1 if it finds one.
+* ``list`` prints every environment id that a worker on this machine knows.
+* ``check`` runs an environment and prints each violation of the protocol; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from headrace_workers.environments.conformance import DEFAULT_ACTIONS, check_env
 from headrace_workers.imports import import_all
 
 _import_option = click.option(
-    "--import", "imports", multiple=True, metavar="MODULE|FILE.py", help="Import this first. Can be repeated."
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE|FILE.py",
+    help="Module or file to import first. May be repeated.",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
@@ -30,7 +34,7 @@ def env() -> None:
 @_import_option
 @_json_option
 def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
-    """List every known environment id; `rg:*` stands for a family.
+    """List every known environment id. An id such as `rg:*` is a whole family.
 
     \b
     Example:
@@ -49,7 +53,7 @@ def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
     "actions",
     multiple=True,
     metavar="TEXT",
-    help=r"An action to play, such as '\boxed{1}'. Give actions that lead far into an episode. Can be repeated.",
+    help=r"Action to use, such as '\boxed{1}'; choose actions that lead far into an episode. May be repeated.",
 )
 @click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the constructor.")
 @_json_option
@@ -62,7 +66,7 @@ def check(
     kwargs: str,
     as_json: bool,
 ) -> None:
-    """Play ENVIRONMENT and print each violation of the protocol; exit with 1 if there is one.
+    """Run ENVIRONMENT and print each violation of the protocol. The exit code is 1 if there are any.
 
     \b
     Example:
@@ -82,7 +86,7 @@ def check(
     except Exception as error:
         raise SetupError(
             f"{environment} cannot be made: {type(error).__name__}: {error}.",
-            hint="Pass its arguments as --kwargs. `headrace --debug env check ...` shows the traceback.",
+            hint="Pass its arguments with --kwargs. `headrace --debug env check ...` shows the traceback.",
         ) from error
     problems = check_environment(lambda: headrace.make(environment, **arguments), actions=actions or DEFAULT_ACTIONS)
     if as_json:

@@ -7,7 +7,7 @@
     def test_my_environment_keeps_the_protocol():
         assert check_environment(MyEnvironment) == []
 
-The checks, by the name that a violation carries:
+The checks, by the name in a violation:
 
 * ``reset-returns``: a pair of observation and info (a dict each for several agents).
 * ``step-returns``: five values of the right types; the reward and its parts are finite numbers. Both: text is Unicode.
@@ -41,7 +41,7 @@ from headrace_workers.environment_context import LOCAL_CONTEXT
 from headrace_workers.renderers.tool_calls import parse_action
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
-"""Actions that built-in environments understand; an author passes actions that lead far into an episode."""
+"""Actions for the built-in environments. For other environments, pass actions that lead far into an episode."""
 
 
 class Violation(NamedTuple):
@@ -69,21 +69,21 @@ def check_environment(
 ) -> list[Violation]:
     """Find all violations of the protocol, each once; an empty list means that the environment conforms.
 
-    ``factory`` makes a fresh environment. For each seed and each action in ``actions``, one episode is played that
-    starts at that action and cycles through the list, for at most ``max_steps`` steps. Call it outside a running event
-    loop: coroutines of the environment run in a separate loop.
+    ``factory`` makes a fresh environment. For each seed and each action in ``actions``, one episode is run that starts
+    with that action and cycles through the list, for at most ``max_steps`` steps. Call this function outside a running
+    event loop: coroutines of the environment run in a separate loop.
     """
-    found: dict[Violation, None] = {}
+    violations: dict[Violation, None] = {}
     with asyncio.Runner() as runner:
         for seed in seeds:
             for start in range(len(actions)):
                 plan = [actions[(start + step) % len(actions)] for step in range(max_steps)]
-                for problem in _check_plan(_Player(factory, runner), seed, plan):
-                    found.setdefault(problem)
-    return list(found)
+                for problem in _check_plan(_EpisodePlayer(factory, runner), seed, plan):
+                    violations.setdefault(problem)
+    return list(violations)
 
 
-class _Player:
+class _EpisodePlayer:
     """Plays episodes and copies each returned object at once."""
 
     def __init__(self, factory: Callable[[], Any], runner: asyncio.Runner) -> None:
@@ -144,14 +144,14 @@ async def _await(value: Any) -> Any:
     return await value
 
 
-def _check_plan(player: _Player, seed: int, plan: Sequence[str]) -> list[Violation]:
+def _check_plan(player: _EpisodePlayer, seed: int, plan: Sequence[str]) -> list[Violation]:
     try:
         return _problems(player, seed, plan)
-    except _CheckFailed as broken:
-        return [broken.problem]
+    except _CheckFailed as failed:
+        return [failed.problem]
 
 
-def _problems(player: _Player, seed: int, plan: Sequence[str]) -> list[Violation]:
+def _problems(player: _EpisodePlayer, seed: int, plan: Sequence[str]) -> list[Violation]:
     problems = []
     before = _generator_state()
     environment = player.make()
@@ -165,9 +165,9 @@ def _problems(player: _Player, seed: int, plan: Sequence[str]) -> list[Violation
     with _other_generators():
         if player.play(player.make(), seed, plan) != alone:
             problems.append(Violation("seed-fixes-all", "a fresh instance with the same seed gave another episode"))
-    beside = [player.steps(player.make(), seed, plan), player.steps(player.make(), seed, plan)]
+    alternating = [player.steps(player.make(), seed, plan), player.steps(player.make(), seed, plan)]
     for expected in alone:
-        if any(next(episode, None) != expected for episode in beside):
+        if any(next(episode, None) != expected for episode in alternating):
             problems.append(Violation("own-state", "two instances played in alternation influence each other"))
             break
     return problems
@@ -251,11 +251,11 @@ def _values(value: Any, several: bool, check: str) -> list[Any]:
 
 
 def _check_next_agent(environment: Any, *, ended: bool) -> None:
-    due = environment.next_agent()
-    if ended and due is not None:
-        raise _CheckFailed("next-agent", f"{due!r} is due after the end; it must be None")
-    if not ended and due not in environment.agents:
-        raise _CheckFailed("next-agent", f"{due!r} is due but is not one of {environment.agents}")
+    agent = environment.next_agent()
+    if ended and agent is not None:
+        raise _CheckFailed("next-agent", f"next_agent is {agent!r} after the end; it must be None")
+    if not ended and agent not in environment.agents:
+        raise _CheckFailed("next-agent", f"next_agent is {agent!r}, which is not one of {environment.agents}")
 
 
 def _is_end(returned: Any, several: bool) -> bool:
@@ -269,13 +269,13 @@ def _check_fresh_objects(returned: list[Any], copies: list[Any]) -> None:
     for position, (now, then) in enumerate(zip(returned, copies, strict=True)):
         if now != then:
             where = "reset" if position == 0 else f"step {position}"
-            raise _CheckFailed("fresh-objects", f"what {where} returned was changed afterwards")
-    seen: set[int] = set()
+            raise _CheckFailed("fresh-objects", f"the result of {where} was changed afterwards")
+    earlier: set[int] = set()
     for values in returned:
-        own = {id(part) for part in values if isinstance(part, list | dict)}
-        if own & seen:
+        objects = {id(part) for part in values if isinstance(part, list | dict)}
+        if objects & earlier:
             raise _CheckFailed("fresh-objects", "the same list or dict was returned twice")
-        seen |= own
+        earlier |= objects
 
 
 def _generator_state() -> tuple[Any, bytes]:

@@ -1,7 +1,7 @@
 r"""Guess the number: find a secret number from hints "higher" and "lower".
 
 * The action is the last ``\boxed{digits}``; without one the episode ends with a format error.
-* A guess outside the range, or a repeated one, costs its turn and nothing else.
+* A guess outside the range, or a repeated one, costs only its turn.
 * A correct guess earns 1 and ends the game.
 * The last turn earns by nearness, ``1 - |guess - secret| / (high - low)``, or nothing with success_only.
 * The turn limit is a rule of the game: it terminates and never truncates.
@@ -58,8 +58,8 @@ class GuessTheNumber:
             raise InvalidRequest(f"max_turns={max_turns} allows no guess.", hint="Choose max_turns >= 1.")
         if target is not None and not low <= target <= high:
             raise InvalidRequest(f"target={target} is not in {low} to {high}.", hint="Choose a target in the range.")
-        self._given = _Rules(low, high, max_turns)
-        self._target_given = target
+        self._fixed_rules = _Rules(low, high, max_turns)
+        self._fixed_target = target
         self._success_only = success_only
         self._running = False
 
@@ -69,7 +69,7 @@ class GuessTheNumber:
         self._rules = self._draw_rules(rng)
         low, high, max_turns = self._rules
         drawn = rng.randint(low, high)
-        self._target = drawn if self._target_given is None else self._target_given
+        self._target = drawn if self._fixed_target is None else self._fixed_target
         self._hints: dict[int, str] = {}
         self._turn = 0
         self._running = True
@@ -85,10 +85,10 @@ class GuessTheNumber:
         if not self._running:
             raise out_of_order_error(self)
         self._turn += 1
-        found = _GUESS.findall(action)
-        if not found:
+        guesses = _GUESS.findall(action)
+        if not guesses:
             return self._end("No guess in the form \\boxed{number} was found.", "format_error", FORMAT_ERROR)
-        guess = int(found[-1])
+        guess = int(guesses[-1])
         if guess == self._target:
             return self._end(f"{guess} is right, found with guess {self._turn}.", "win", 1.0)
         hint = self._hint(guess)
@@ -97,7 +97,7 @@ class GuessTheNumber:
         return Step(hint, 0.0, False, False, {"turn": self._turn})
 
     def _draw_rules(self, rng: random.Random) -> _Rules:
-        return self._given
+        return self._fixed_rules
 
     def _hint(self, guess: int) -> str:
         low, high, max_turns = self._rules

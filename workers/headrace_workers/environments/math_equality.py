@@ -23,7 +23,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 
 def is_equal(answer: str, reference: str) -> bool:
-    """Return whether an answer equals the reference."""
+    """Return True if an answer equals the reference."""
     numbers = _rational(answer), _rational(reference)
     if None not in numbers:
         return numbers[0] == numbers[1]
@@ -31,7 +31,7 @@ def is_equal(answer: str, reference: str) -> bool:
 
 
 def is_readable(reference: str) -> bool:
-    """Return whether a reference can be parsed, be compared with a number, and equals itself."""
+    """Return True if a reference can be parsed, can be compared with a number, and equals itself."""
     read = _read(reference)
     verify(read, _read("1"), timeout_seconds=None)
     return bool(verify(read, read, timeout_seconds=None))
@@ -50,4 +50,4 @@ def _read(expression: str) -> Any:
     return parse(f"\\boxed{{{expression}}}", parsing_timeout=None)
 
 
-is_equal("1", r"\frac{3}{4}")  # builds the parser's tables before the fork, so that all calls share them
+is_equal("1", r"\frac{3}{4}")  # builds the parser's tables before the fork, to share them among all calls

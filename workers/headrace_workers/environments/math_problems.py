@@ -3,8 +3,8 @@ r"""Mathematical problems: one question, one answer in ``\boxed{...}``, graded e
 * Whole numbers, fractions and decimals are compared exactly; other expressions by ``math-verify``, in a separate
   process with a deadline and a memory limit.
 * An answer that exhausts the grader earns ``exhausted_reward``, under its own name in ``reward_parts``.
-* A reference that exhausts the grader or cannot be parsed is a failure of the environment, before anything is sampled.
-* A correct answer earns 1, any other 0; one without a box ends the episode with a format error.
+* A reference that exhausts the grader or cannot be parsed is a failure of the environment, before the first turn.
+* A correct answer earns 1, any other 0; an action without a box ends the episode with a format error.
 * The seed selects the row.
 """
 

@@ -1,6 +1,6 @@
 r"""Nim: two agents take objects from heaps in turn; taking the last object wins.
 
-* The action is the last ``\boxed{heap count}``; without one the game ends with a format error of the mover alone.
+* The action is the last ``\boxed{heap count}``; without one the game ends, with a format error of the mover only.
 * An illegal move loses the game.
 * The winner gets +1 and the loser -1; the agent that did not make the last move gets its reward late.
 * The seed determines the heaps and the starter.
@@ -39,23 +39,23 @@ class Nim:
         if heaps is not None and min(heaps) < 0:
             raise InvalidRequest(f"heaps={list(heaps)} has a negative heap.", hint="Give sizes of 0 or more.")
         self.agents = ["player_0", "player_1"]
-        self._heaps_given = None if heaps is None else list(heaps)
+        self._fixed_heaps = None if heaps is None else list(heaps)
         self._heap_count = heap_count
         self._max_heap = max_heap
-        self._due: str | None = None
+        self._next_agent: str | None = None
 
     def next_agent(self) -> str | None:
         """Return the agent to move; None before the first reset and after the end."""
-        return self._due
+        return self._next_agent
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Observation], dict[str, Any]]:
         """Draw the heaps and the starter, and state the rules to both agents."""
         rng = random.Random(seed)
         drawn = [rng.randint(1, self._max_heap) for _ in range(self._heap_count)]
-        self._heaps = drawn if self._heaps_given is None else list(self._heaps_given)
+        self._heaps = drawn if self._fixed_heaps is None else list(self._fixed_heaps)
         starter = rng.choice(self.agents)
         self._turn = 0
-        self._due = starter
+        self._next_agent = starter
         observations: dict[str, Observation] = {
             agent: f"Nim. Two players take objects from heaps in turn: one or more from one heap. Who takes the last "
             f"object wins. A move that the heaps do not allow loses.\n"
@@ -67,21 +67,21 @@ class Nim:
 
     def step(self, action: str) -> MultiStep:
         """Make a move of the agent to move."""
-        if self._due is None:
+        if self._next_agent is None:
             raise out_of_order_error(self)
-        mover = self._due
+        mover = self._next_agent
         other = self.agents[1 - self.agents.index(mover)]
         self._turn += 1
-        found = _MOVE.findall(action)
-        if not found:
+        moves = _MOVE.findall(action)
+        if not moves:
             return self._end(mover, other, "format_error", {mover: FORMAT_ERROR, other: 0.0})
-        heap, count = (int(part) for part in found[-1])
+        heap, count = (int(part) for part in moves[-1])
         if not (1 <= heap <= len(self._heaps) and 1 <= count <= self._heaps[heap - 1]):
             return self._end(mover, other, "illegal_move", {mover: -1.0, other: 1.0})
         self._heaps[heap - 1] -= count
         if not any(self._heaps):
             return self._end(mover, other, "win", {mover: 1.0, other: -1.0})
-        self._due = other
+        self._next_agent = other
         observation = f"The other player took {count} from heap {heap}. {self._describe()}"
         info = {"turn": self._turn, "heaps": list(self._heaps)}
         return {other: observation}, {mover: 0.0}, self._flags(False), self._flags(False), info
@@ -93,7 +93,7 @@ class Nim:
         return dict.fromkeys(self.agents, value)
 
     def _end(self, mover: str, other: str, outcome: str, rewards: dict[str, float]) -> MultiStep:
-        self._due = None
+        self._next_agent = None
         observations: dict[str, Observation]
         if outcome == "win":
             observations = {

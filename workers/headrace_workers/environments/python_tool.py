@@ -1,10 +1,10 @@
 """Python tool for any environment: in ``python:ID`` the policy of environment ID can run programs.
 
 * A call is the first ``<python>...</python>`` or fenced block of Python in an action; its output is the observation.
-* An exception in the program or an exceeded limit is an observation. A fault of the sandbox is not: the call is
-  retried, and then the attempt fails.
+* An exception in the program or an exceeded limit is an observation. After a fault of the sandbox the call is retried,
+  and then the attempt fails.
 * The number of calls is limited. After the last one, every action goes to the environment, with or without a program.
-* A call earns ``reward``, and ``success_reward`` or ``error_reward`` by how the program ended.
+* A call earns ``reward``, plus ``success_reward`` or ``error_reward`` depending on the end of the program.
 * Each program runs in a fresh sandbox, without state from earlier ones.
 * The environment does not see the calls, and runs as it would without the tool.
 """
@@ -42,8 +42,8 @@ class PythonToolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     ``max_uses``: calls per episode. ``reward``: for each call, plus ``success_reward`` if the program exits with 0, or
     ``error_reward``. ``time_s``, ``memory_mib``: limits of a program. ``output_bytes``: limit of each of its two
-    streams; a longer one keeps head and tail. ``fences``: whether fenced blocks count as calls; disable it
-    where the answer is a fenced block.
+    streams; of a longer one head and tail are kept. ``fences``: fenced blocks count as calls; disable it if the answer
+    is a fenced block.
     """
 
     max_uses: int = 5
@@ -64,7 +64,7 @@ class PythonTool:
             self._settings = msgspec.convert(python or {}, PythonToolSettings)
         except msgspec.ValidationError as error:
             known = ", ".join(PythonToolSettings.__struct_fields__)
-            raise InvalidRequest(f"kwargs['python']: {error}.", hint=f"It takes {known}.") from error
+            raise InvalidRequest(f"kwargs['python']: {error}.", hint=f"The settings are {known}.") from error
         self._environment: Any = make(environment_id, **kwargs)
         if hasattr(self._environment, "next_agent"):
             raise EnvironmentFailure(
@@ -110,14 +110,14 @@ class PythonTool:
 
     def _program(self, action: str) -> str | None:
         """Find the program in an action: the one that ends first."""
-        found = []
+        programs = []
         start = action.find(OPEN)
         end = action.find(CLOSE, start)
         if 0 <= start < end:
-            found.append((end, action[start + len(OPEN) : end]))
+            programs.append((end, action[start + len(OPEN) : end]))
         blocks = fenced_blocks(action) if self._settings.fences else iter(())
-        found += [(block.end, block.content) for block in blocks if block.language in CALL_LANGUAGES][:1]
-        return min(found)[1] if found else None
+        programs += [(block.end, block.content) for block in blocks if block.language in CALL_LANGUAGES][:1]
+        return min(programs)[1] if programs else None
 
     def _result_step(self, program: str, result: ExecResult) -> Step:
         settings = self._settings
@@ -153,7 +153,7 @@ class PythonTool:
 
 
 def _end_reason(result: ExecResult) -> str:
-    """Reason why a program failed; empty if it succeeded."""
+    """The reason why a program failed; empty if it succeeded."""
     if result.lost:
         return result.lost
     if result.fault == "limit":

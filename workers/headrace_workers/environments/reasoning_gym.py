@@ -1,7 +1,7 @@
 r"""Datasets of the ``reasoning-gym`` package as single-turn environments, ``rg:<dataset>``.
 
 * The package is imported when the first environment of the family is made, never before.
-* Without the package, making one raises MissingExtra with the package to install.
+* Without the package, making an environment raises MissingExtra with the package to install.
 * One task per seed: the dataset is built with that seed, and its first item is the question.
 * The answer is the last ``\boxed{...}``; without one the episode ends with a format error.
 * The reward is the dataset's score, from 0 to 1.
@@ -39,7 +39,7 @@ HASH_DEPENDENT = frozenset(
     }
 )
 """Datasets that iterate over sets of strings while drawing a task: two processes draw the same task only if both hash
-strings alike."""
+strings in the same way."""
 
 _generators = threading.Lock()
 """Lock around calls of the package: some datasets use the global random generators."""
@@ -48,7 +48,7 @@ _generators = threading.Lock()
 class ReasoningGym:
     """An environment of one dataset; ``config`` is the dataset's configuration, such as ``min_digits=3``.
 
-    It may block: the first one imports the package, which takes seconds, and some datasets read files.
+    It may block: the first environment imports the package, which takes seconds, and some datasets read files.
     """
 
     blocking: ClassVar[bool] = True
@@ -97,9 +97,9 @@ class ReasoningGym:
     def _check_config(self, config: dict[str, Any]) -> dict[str, Any]:
         _, config_class = self._factory.DATASETS[self._dataset_name]
         try:
-            made = config_class(size=1, seed=0, **config)
-            if hasattr(made, "validate"):
-                made.validate()
+            checked = config_class(size=1, seed=0, **config)
+            if hasattr(checked, "validate"):
+                checked.validate()
         except (AssertionError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"rg:{self._dataset_name} does not take the configuration {config}: {error}",
@@ -130,9 +130,7 @@ def _end(observation: str, outcome: str, reward: float) -> Step:
 def _import_package() -> Any:
     try:
         with _isolated_generators(0), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the package and its dependencies cause syntax warnings when first compiled
+            warnings.simplefilter("ignore")  # the package's code causes syntax warnings when it is first compiled
             importlib.import_module("reasoning_gym")
             return importlib.import_module("reasoning_gym.factory")
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 * The seed selects the row: the same seed selects the same row on every worker with the same file.
 * A file is indexed once per process and read by the index, one line at a time; it may be larger than memory.
-* A row that cannot be read is a failure that names the file and the row.
+* A row that cannot be read is a failure with the file and the row in its message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trajectory records of attempts, including attempts that never began.
+"""Trajectory records of attempts, including attempts that did not start.
 
 * A record names its run, group, episode and attempt as assigned.
 * A failed record without segments is always possible, so no attempt ends without one.

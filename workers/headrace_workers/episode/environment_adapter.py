@@ -3,9 +3,9 @@
 * A step is a snapshot: later changes of the environment to its objects change nothing that was stored.
 * A reward is a finite number between -1e100 and 1e100; anything else is a failure of the environment, never a score.
 * Infos keep their JSON-able part within bounds; omitted parts are named in the info under ``dropped``.
-* An observation is text, or parts of text and images; anything else is refused with its type.
-* An image is copied and named at once, so that a buffer may be reused for the next image.
-* An observation larger than any context is refused; truncated, it would be one that the environment never returned.
+* An observation is text, or parts of text and images; anything else is refused, with its type in the message.
+* An image is copied and named at once, so that the environment may reuse its buffer for the next image.
+* An observation larger than any context is refused, not truncated.
 
 Keys of an info with their own field in the record, which are not repeated in ``infos``: ``reward_parts``
 (named floats), ``tool_calls`` (a list of ``ToolCall``), ``history`` (a list of ``{"role", "content"}`` that replaces
@@ -32,7 +32,7 @@ AGENT = "agent"
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that a message of a history may have."""
 
-OWN_PLACE = frozenset({"reward_parts", "tool_calls", "history"})
+RECORD_KEYS = frozenset({"reward_parts", "tool_calls", "history"})
 """Keys of an info that have their own field in the record."""
 
 MAX_OBSERVATION = 16 << 20
@@ -49,7 +49,7 @@ Content = str | list[ContentPart]
 """An observation as stored: images by the names of their assets."""
 
 
-class _NamedImage(NamedTuple):
+class NamedImage(NamedTuple):
     """A copied image with its name."""
 
     asset: AssetData
@@ -72,26 +72,26 @@ class EnvironmentAnswer(msgspec.Struct, frozen=True):
 
 
 def name_images(answer: Any) -> Any:
-    """Copy and name the images of a ``reset`` or ``step``. Call it where the environment runs, since a large image
-    takes milliseconds; a faulty image is reported later, when the answer is read."""
+    """Copy and name the images in the result of ``reset`` or ``step``. Call it where the environment runs, since a
+    large image takes milliseconds; an invalid image is reported later, when the result is read."""
     if not isinstance(answer, tuple) or not answer:
         return answer
     observation = answer[0]
     if isinstance(observation, dict):
-        return ({agent: _with_named(value) for agent, value in observation.items()}, *answer[1:])
-    named = _with_named(observation)
-    return answer if named is observation else (named, *answer[1:])
+        return ({agent: _name_images_in(value) for agent, value in observation.items()}, *answer[1:])
+    with_names = _name_images_in(observation)
+    return answer if with_names is observation else (with_names, *answer[1:])
 
 
-def _with_named(observation: Any) -> Any:
+def _name_images_in(observation: Any) -> Any:
     if not isinstance(observation, list) or not any(isinstance(part, Image) for part in observation):
         return observation
-    return [_named(part) if isinstance(part, Image) else part for part in observation]
+    return [_name_image(part) if isinstance(part, Image) else part for part in observation]
 
 
-def _named(image: Image) -> Image | _NamedImage:
+def _name_image(image: Image) -> Image | NamedImage:
     try:
-        return _NamedImage(image.encoded(), image.text)
+        return NamedImage(image.encoded(), image.text)
     except RequestError:
         return image
 
@@ -99,9 +99,9 @@ def _named(image: Image) -> Image | _NamedImage:
 def read_reset(result: Any) -> EnvironmentAnswer:
     """Check and copy what ``reset`` of a single-agent environment returned."""
     observation, info = _unpack(result, 2, "reset", "(observation, info)")
-    look = _ObservationCopier()
+    copier = _ObservationCopier()
     return EnvironmentAnswer(
-        {AGENT: look.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, look)[2:], look.assets
+        {AGENT: copier.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, copier)[2:], copier.assets
     )
 
 
@@ -110,27 +110,29 @@ def read_step(result: Any) -> EnvironmentAnswer:
     observation, reward, terminated, truncated, info = _unpack(
         result, 5, "step", "(observation, reward, terminated, truncated, info)"
     )
-    look = _ObservationCopier()
-    parts, calls, history, kept = _single_info(info, look)
+    copier = _ObservationCopier()
+    parts, calls, history, kept = _single_info(info, copier)
     return EnvironmentAnswer(
-        {AGENT: look.observation(observation)},
-        {AGENT: checked_reward(reward, "The reward")},
+        {AGENT: copier.observation(observation)},
+        {AGENT: check_reward(reward, "The reward")},
         parts,
         {AGENT: _flag(terminated, "terminated")},
         {AGENT: _flag(truncated, "truncated")},
         calls,
         history,
         kept,
-        look.assets,
+        copier.assets,
     )
 
 
 def read_reset_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     """Check and copy what ``reset`` of a multi-agent environment returned."""
     observations, info = _unpack(result, 2, "reset", "(observations, info), both by agent")
-    look = _ObservationCopier()
-    _, _, history, kept = _info_by_agent(info, agents, look)
-    return EnvironmentAnswer(_observations(observations, agents, look), {}, {}, {}, {}, {}, history, kept, look.assets)
+    copier = _ObservationCopier()
+    _, _, history, kept = _info_by_agent(info, agents, copier)
+    return EnvironmentAnswer(
+        _observations(observations, agents, copier), {}, {}, {}, {}, {}, history, kept, copier.assets
+    )
 
 
 def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
@@ -138,18 +140,18 @@ def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     observations, rewards, terminated, truncated, info = _unpack(
         result, 5, "step", "(observations, rewards, terminated, truncated, info), each by agent"
     )
-    look = _ObservationCopier()
-    parts, calls, history, kept = _info_by_agent(info, agents, look)
+    copier = _ObservationCopier()
+    parts, calls, history, kept = _info_by_agent(info, agents, copier)
     return EnvironmentAnswer(
-        _observations(observations, agents, look),
-        {name: checked_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
+        _observations(observations, agents, copier),
+        {name: check_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
         parts,
         {name: _flag(value, "terminated") for name, value in _by_agent(terminated, "terminated", agents)},
         {name: _flag(value, "truncated") for name, value in _by_agent(truncated, "truncated", agents)},
         calls,
         history,
         kept,
-        look.assets,
+        copier.assets,
     )
 
 
@@ -163,17 +165,17 @@ def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list
     return tools
 
 
-def checked_reward(value: Any, what: str) -> float:
+def check_reward(value: Any, subject: str) -> float:
     """Check a reward and return it as a float. Raises EnvironmentFailure ``reward-not-a-number``, ``reward-not-finite``
     or ``reward-out-of-range``."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            raise _broken("reward-not-a-number", f"{what} is {value!r} ({type(value).__name__}), not a number.")
+            raise _broken("reward-not-a-number", f"{subject} is {value!r} ({type(value).__name__}), not a number.")
         value = _as_float(value)
     if not math.isfinite(value):
-        raise _broken("reward-not-finite", f"{what} is {value}, which is not finite.")
+        raise _broken("reward-not-finite", f"{subject} is {value}, which is not finite.")
     if not -MAX_REWARD <= value <= MAX_REWARD:
-        raise _broken("reward-out-of-range", f"{what} is {value}, beyond ±{MAX_REWARD:g}.")
+        raise _broken("reward-out-of-range", f"{subject} is {value}, beyond ±{MAX_REWARD:g}.")
     return float(value)
 
 
@@ -190,10 +192,10 @@ def _broken(kind: str, detail: str) -> EnvironmentFailure:
     )
 
 
-def _unpack(result: Any, size: int, what: str, shape: str) -> Any:
+def _unpack(result: Any, size: int, method: str, shape: str) -> Any:
     if not isinstance(result, tuple) or len(result) != size:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise _broken(f"{what}-shape", f"{what} returned {got}, not a tuple {shape}.")
+        actual = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise _broken(f"{method}-shape", f"{method} returned {actual}, not a tuple {shape}.")
     return result
 
 
@@ -204,7 +206,7 @@ def _flag(value: Any, what: str) -> bool:
 
 
 class _ObservationCopier:
-    """Copies the observations of one answer; ``assets`` holds their images."""
+    """Copies the observations of one answer; ``assets`` are their images."""
 
     def __init__(self) -> None:
         self.assets: list[AssetData] = []
@@ -223,15 +225,15 @@ class _ObservationCopier:
         )
 
     def _part(self, value: Any) -> ContentPart:
-        if isinstance(value, _NamedImage):
+        if isinstance(value, NamedImage):
             return self._image(value)
         if isinstance(value, Image):
-            return self._image(_NamedImage(self._encoded(value), value.text))
+            return self._image(NamedImage(self._encoded(value), value.text))
         if not isinstance(value, ContentPart):
             raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
         if value.type != "text":
             raise _broken(
-                "observation-image", "A ContentPart of an observation names an image; give headrace.Image in its place."
+                "observation-image", "A ContentPart of an observation names an image; use headrace.Image instead."
             )
         _text(value.text)
         return value
@@ -242,10 +244,10 @@ class _ObservationCopier:
         except RequestError as error:
             raise _broken("observation-image", str(error)) from error
 
-    def _image(self, image: _NamedImage) -> ContentPart:
+    def _image(self, image: NamedImage) -> ContentPart:
         size_bytes = len(image.asset.data)
         if size_bytes > MAX_IMAGE_BYTES:
-            raise _broken("observation-too-large", f"An image has {size_bytes} bytes; {MAX_IMAGE_BYTES} are the most.")
+            raise _broken("observation-too-large", f"An image has {size_bytes} bytes; the limit is {MAX_IMAGE_BYTES}.")
         self.assets.append(image.asset)
         return ContentPart(type="image", asset=image.asset.name, text=_text(image.text))
 
@@ -253,18 +255,18 @@ class _ObservationCopier:
 def _check_size(characters: int) -> None:
     if characters > MAX_OBSERVATION:
         raise _broken(
-            "observation-too-large", f"An observation has {characters} characters; {MAX_OBSERVATION} are the most."
+            "observation-too-large", f"An observation has {characters} characters; the limit is {MAX_OBSERVATION}."
         )
 
 
-def _check_count(count: int, what: str, of: str) -> None:
+def _check_count(count: int, subject: str, items: str) -> None:
     if count > MAX_PARTS:
-        raise _broken("observation-too-large", f"{what} has {count} {of}; {MAX_PARTS} are the most.")
+        raise _broken("observation-too-large", f"{subject} has {count} {items}; the limit is {MAX_PARTS}.")
 
 
 def _text(value: str) -> str:
     if not is_unicode(value):
-        raise _broken("observation-not-unicode", "The text of an observation holds a lone surrogate.")
+        raise _broken("observation-not-unicode", "The text of an observation contains a lone surrogate.")
     return value
 
 
@@ -277,18 +279,18 @@ def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]
     return list(value.items())
 
 
-def _observations(value: Any, agents: list[str], look: _ObservationCopier) -> dict[str, Content]:
-    return {name: look.observation(item) for name, item in _by_agent(value, "observations", agents)}
+def _observations(value: Any, agents: list[str], copier: _ObservationCopier) -> dict[str, Content]:
+    return {name: copier.observation(item) for name, item in _by_agent(value, "observations", agents)}
 
 
 _ByAgent = tuple[dict[str, dict[str, float]], dict[str, list[ToolCall]], dict[str, list[Message]], dict[str, Any]]
 
 
-def _single_info(info: Any, look: _ObservationCopier) -> _ByAgent:
+def _single_info(info: Any, copier: _ObservationCopier) -> _ByAgent:
     if type(info) is dict and not info:
         return {}, {}, {}, {}
-    parts, calls, history = _own_places(info, AGENT, look)
-    kept = json_part({key: value for key, value in info.items() if key not in OWN_PLACE})
+    parts, calls, history = _record_fields(info, AGENT, copier)
+    kept = json_part({key: value for key, value in info.items() if key not in RECORD_KEYS})
     return (
         {AGENT: parts} if parts else {},
         {AGENT: calls} if calls else {},
@@ -297,7 +299,7 @@ def _single_info(info: Any, look: _ObservationCopier) -> _ByAgent:
     )
 
 
-def _info_by_agent(info: Any, agents: list[str], look: _ObservationCopier) -> _ByAgent:
+def _info_by_agent(info: Any, agents: list[str], copier: _ObservationCopier) -> _ByAgent:
     """Split the info of a multi-agent environment: the value under an agent's name belongs to that agent."""
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
@@ -309,26 +311,26 @@ def _info_by_agent(info: Any, agents: list[str], look: _ObservationCopier) -> _B
         if name not in agents or not isinstance(value, dict):
             rest[name] = value
             continue
-        its_parts, its_calls, its_history = _own_places(value, name, look)
+        its_parts, its_calls, its_history = _record_fields(value, name, copier)
         if its_parts:
             parts[name] = its_parts
         if its_calls:
             calls[name] = its_calls
         if its_history is not None:
             history[name] = its_history
-        rest[name] = {key: item for key, item in value.items() if key not in OWN_PLACE}
+        rest[name] = {key: item for key, item in value.items() if key not in RECORD_KEYS}
     return parts, calls, history, json_part(rest)
 
 
-def _own_places(
-    info: Any, agent: str, look: _ObservationCopier
+def _record_fields(
+    info: Any, agent: str, copier: _ObservationCopier
 ) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
     return (
         _reward_parts(info.get("reward_parts", {})),
         [_tool_call(call) for call in _list(info.get("tool_calls", []), "tool_calls")],
-        _history(info["history"], agent, look) if "history" in info else None,
+        _history(info["history"], agent, copier) if "history" in info else None,
     )
 
 
@@ -342,7 +344,7 @@ def _list(value: Any, what: str) -> list[Any]:
 def _reward_parts(parts: Any) -> dict[str, float]:
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
         raise _broken("reward-parts-type", "info['reward_parts'] is not a dict of named numbers.")
-    return {name: checked_reward(value, f"The reward part {name!r}") for name, value in parts.items()}
+    return {name: check_reward(value, f"The reward part {name!r}") for name, value in parts.items()}
 
 
 def _tool_call(call: Any) -> ToolCall:
@@ -351,8 +353,8 @@ def _tool_call(call: Any) -> ToolCall:
     return msgspec.structs.replace(call, arguments=json_part(call.arguments))
 
 
-def _history(value: Any, agent: str, look: _ObservationCopier) -> list[Message]:
-    messages = [_message(item, agent, look) for item in _list(value, "history")]
+def _history(value: Any, agent: str, copier: _ObservationCopier) -> list[Message]:
+    messages = [_message(item, agent, copier) for item in _list(value, "history")]
     _check_size(sum(_size(message.content) for message in messages))
     return messages
 
@@ -361,7 +363,7 @@ def _size(content: Content) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _message(item: Any, agent: str, look: _ObservationCopier) -> Message:
+def _message(item: Any, agent: str, copier: _ObservationCopier) -> Message:
     if not isinstance(item, dict) or item.get("role") not in ROLES or "content" not in item:
         raise _broken("history-type", "A message of info['history'] is not a dict with a known role and a content.")
-    return Message(role=item["role"], content=look.observation(item["content"]), agent=agent)
+    return Message(role=item["role"], content=copier.observation(item["content"]), agent=agent)

@@ -3,16 +3,15 @@
 * A blocking environment runs on a thread; one that declares ``blocking = False`` runs in the event loop; coroutines
   are awaited there. One that declares ``own_process = True`` runs in a separate process.
 * Every exception of an environment becomes an EnvironmentFailure that names the place, the error and its last frames,
-  including KeyboardInterrupt, SystemExit and a CancelledError of its own.
+  including KeyboardInterrupt, SystemExit and a CancelledError that it raises itself.
 * The next agent is determined, and images are copied, where the step ran, within its deadline.
 * A call that exceeds its deadline is a failure of the environment, even if it returns later.
 * An environment with an ``environment_context`` gets the episode's sandbox and threads; time spent waiting for them
   does not count as working time.
 
-A thread costs some 30 µs of processor time a call, and 50 to 100 µs of latency (measured on two cores). An environment
+A thread costs about 30 µs of CPU time per call, and 50 to 100 µs of latency (measured on two cores). An environment
 whose calls take microseconds should therefore declare ``blocking = False``. One that may sleep, do I/O or compute for
-more than about a millisecond should not: while it runs in the event loop, every other episode of the worker stands
-still.
+more than about a millisecond should not: while it runs in the event loop, it blocks every other episode of the worker.
 """
 
 from __future__ import annotations
@@ -84,7 +83,8 @@ class EnvironmentDriver:
         self._inline = kinds.runs_inline(task.environment)
         self._environment: Any = None
         self._hangs = False
-        self._due: str | None = AGENT
+        self.next_agent: str | None = AGENT
+        """The agent that acts next; None at the end."""
         self.agents: list[str] | None = None
         """All agents of a multi-agent environment; None for a single agent."""
         self.reads_calls = False
@@ -98,25 +98,21 @@ class EnvironmentDriver:
         self.last_s = 0.0
         """Working time of the last call."""
 
-    def due(self) -> str | None:
-        """The agent that acts next; None at the end."""
-        return self._due
-
     async def reset(self, timeout_s: float) -> EnvironmentAnswer:
         """Build and reset the environment, together within the deadline. Raises EnvironmentFailure."""
         result = await self._call("reset", self._build_and_reset, min(timeout_s, self._timeout_s))
-        return self._seen("reset", result, environment_adapter.read_reset, environment_adapter.read_reset_by_agent)
+        return self._check("reset", result, environment_adapter.read_reset, environment_adapter.read_reset_by_agent)
 
     async def step(self, action: str, timeout_s: float) -> EnvironmentAnswer:
-        """Step with the due agent's action. Raises EnvironmentFailure."""
+        """Step with the action of the next agent. Raises EnvironmentFailure."""
         environment = self._environment
         result = await self._call(
-            "step", lambda: self._with_due(environment.step(action)), min(timeout_s, self._timeout_s)
+            "step", lambda: self._with_next_agent(environment.step(action)), min(timeout_s, self._timeout_s)
         )
-        return self._seen("step", result, environment_adapter.read_step, environment_adapter.read_step_by_agent)
+        return self._check("step", result, environment_adapter.read_step, environment_adapter.read_step_by_agent)
 
     async def close(self) -> None:
-        """Call the environment's ``close``, if it exists. Raises EnvironmentFailure. A hanging one is not called."""
+        """Call the environment's ``close``, if it exists, unless the environment hangs. Raises EnvironmentFailure."""
         try:
             close = getattr(self._environment, "close", None)
         except BaseException as error:
@@ -141,39 +137,39 @@ class EnvironmentDriver:
             self._inline = self._kinds.runs_inline(task.environment)
             if task.environment in self._kinds.own_process:
                 return self._in_own_process(kwargs)
-        return self._with_due(environment.reset(task.seed))
+        return self._with_next_agent(environment.reset(task.seed))
 
     def _in_own_process(self, kwargs: dict[str, Any]) -> Awaitable[Any]:
         environment = self._environment = OwnProcessEnvironment(self._processes, self._task.environment, kwargs)
         self.version = self._kinds.own_process[self._task.environment]
         return environment.reset(self._task.seed)
 
-    def _with_due(self, answer: Any) -> Any:
+    def _with_next_agent(self, answer: Any) -> Any:
         """Add the agent that acts next to the answer of a multi-agent environment."""
         if not isinstance(answer, tuple) and inspect.isawaitable(answer):
-            return answer if self.agents is None else self._awaited_with_due(answer)
+            return answer if self.agents is None else self._await_with_next_agent(answer)
         answer = environment_adapter.name_images(answer)
         return answer if self.agents is None else (answer, self._environment.next_agent())
 
-    async def _awaited_with_due(self, answer: Awaitable[Any]) -> Any:
+    async def _await_with_next_agent(self, answer: Awaitable[Any]) -> Any:
         return await answer, self._environment.next_agent()
 
-    def _seen(
+    def _check(
         self,
         place: str,
         result: Any,
-        look: Callable[[Any], EnvironmentAnswer],
-        look_by_agent: Callable[[Any, list[str]], EnvironmentAnswer],
+        read: Callable[[Any], EnvironmentAnswer],
+        read_by_agent: Callable[[Any, list[str]], EnvironmentAnswer],
     ) -> EnvironmentAnswer:
-        """Check and copy an answer. An exception of its objects is a failure of the environment, too."""
+        """Check and copy an answer. An exception of its objects is a failure of the environment."""
         try:
             if self.agents is None:
-                return look(result)
-            answer, due = result
-            seen = look_by_agent(answer, self.agents)
-            if due is not None and due not in self.agents:
+                return read(result)
+            answer, next_agent = result
+            checked = read_by_agent(answer, self.agents)
+            if next_agent is not None and next_agent not in self.agents:
                 raise EnvironmentFailure(
-                    f"next_agent named {due!r}; the environment's agents are {self.agents}.",
+                    f"next_agent named {next_agent!r}; the environment's agents are {self.agents}.",
                     kind="unknown-agent",
                     retryable=False,
                 )
@@ -181,10 +177,10 @@ class EnvironmentDriver:
             raise
         except BaseException as error:
             raise self._raised(place, error) from error
-        self._due = due
-        return seen
+        self.next_agent = next_agent
+        return checked
 
-    async def _call(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
+    async def _call(self, method: str, call: Callable[[], Any], timeout_s: float) -> Any:
         self.last_s = 0.0
         try:
             if self._inline:
@@ -196,10 +192,10 @@ class EnvironmentDriver:
             else:
                 result = await self._on_thread(call, timeout_s)
             if not isinstance(result, tuple) and inspect.isawaitable(result):
-                result = await self._awaited(result, timeout_s)
+                result = await self._await(result, timeout_s)
         except CallAbandonedError:
             self.last_s = timeout_s
-            raise self._late(what, timeout_s) from None
+            raise self._timeout_failure(method, timeout_s) from None
         except EpisodeFailure:
             raise
         except UnknownEnvironment as error:
@@ -208,26 +204,26 @@ class EnvironmentDriver:
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise
-            raise self._raised(what if self._environment is not None else "constructor", error) from error
+            raise self._raised(method if self._environment is not None else "constructor", error) from error
         finally:
             self.environment_s += self.last_s
         if self.last_s > timeout_s:
-            raise self._late(what, timeout_s)
+            raise self._timeout_failure(method, timeout_s)
         return result
 
     async def _on_thread(self, call: Callable[[], Any], timeout_s: float) -> Any:
         try:
-            ran = await self._threads.run(call, timeout_s)
+            outcome = await self._threads.run(call, timeout_s)
         except (CallAbandonedError, asyncio.CancelledError):
             self._hangs = True
             raise
-        self.last_s = ran.working_s
-        self.waiting_s += ran.waiting_s
-        if ran.error is not None:
-            raise ran.error
-        return ran.result
+        self.last_s = outcome.working_s
+        self.waiting_s += outcome.waiting_s
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result
 
-    async def _awaited(self, result: Awaitable[Any], timeout_s: float) -> Any:
+    async def _await(self, result: Awaitable[Any], timeout_s: float) -> Any:
         started_at = self._clock()
         deadline = timeout(timeout_s)
         try:
@@ -250,9 +246,9 @@ class EnvironmentDriver:
             retryable=True,
         )
 
-    def _late(self, what: str, timeout_s: float) -> EnvironmentFailure:
+    def _timeout_failure(self, method: str, timeout_s: float) -> EnvironmentFailure:
         return EnvironmentFailure(
-            f"{what} of {self._task.environment} took longer than its {timeout_s:g} s.",
+            f"{method} of {self._task.environment} took longer than its {timeout_s:g} s.",
             hint="Raise limits.environment_timeout_s if it needs the time.",
             kind="environment-timeout",
             retryable=True,

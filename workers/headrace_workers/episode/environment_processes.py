@@ -1,6 +1,6 @@
 """Processes for environments that compute for a long time, so that they block no other episode.
 
-* An environment with ``own_process = True`` on its class has a process to itself while it runs.
+* An environment with ``own_process = True`` on its class runs alone in a process.
 * A call that exceeds its deadline is killed with its process, which is replaced.
 * A process that ends during a call is a retryable failure of its environment.
 * Processes are reused, one environment after the other.
@@ -23,8 +23,8 @@ from headrace_workers.episode.environment_process import LENGTH
 
 START = "from headrace_workers.episode.environment_process import main; main()"
 
-MOST_IDLE = 8
-"""Most idle processes that are kept for the next environments."""
+MAX_IDLE = 8
+"""Limit on idle processes that are kept for the next environments."""
 
 
 class EnvironmentProcesses:
@@ -39,13 +39,13 @@ class EnvironmentProcesses:
         """Take a process for one environment."""
         if self._idle:
             return self._idle.pop()
-        process = await _Process.started(self._imports)
+        process = await _Process.start(self._imports)
         self._all.add(process)
         return process
 
     async def give_back(self, process: _Process) -> None:
         """Return a process whose environment was closed or lost."""
-        if process.is_usable and len(self._idle) < MOST_IDLE:
+        if process.is_usable and len(self._idle) < MAX_IDLE:
             self._idle.append(process)
         else:
             self._all.discard(process)
@@ -88,12 +88,12 @@ class OwnProcessEnvironment:
         finally:
             await self._processes.give_back(process)
 
-    async def _ask(self, what: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._process is not None
-        return _value(await self._process.ask(what, arguments))
+        return _read_answer(await self._process.ask(method, arguments))
 
 
-def _value(answer: tuple[Any, ...]) -> Any:
+def _read_answer(answer: tuple[Any, ...]) -> Any:
     match answer:
         case ("ok", value):
             return value
@@ -103,11 +103,11 @@ def _value(answer: tuple[Any, ...]) -> Any:
             raise failure(detail, hint=hint, kind=kind, retryable=retryable)
         case ("refused", code, detail, hint):
             raise by_code().get(code, HeadraceError)(detail, hint=hint)
-    raise RaisedInProcess(answer[1])
+    raise RemoteException(answer[1])
 
 
-class RaisedInProcess(Exception):
-    """An exception of the environment as text; the original stayed in its process."""
+class RemoteException(Exception):
+    """An exception that the environment raised in its process, as text."""
 
 
 class _Process:
@@ -120,7 +120,7 @@ class _Process:
         self.is_usable = True
 
     @classmethod
-    async def started(cls, imports: Sequence[str]) -> _Process:
+    async def start(cls, imports: Sequence[str]) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -132,10 +132,10 @@ class _Process:
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, reader, writer)
 
-    async def ask(self, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    async def ask(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Send a request and return the answer. Raises EnvironmentFailure ``environment-process-lost``. Cancelling it
         ends the process."""
-        data = pickle.dumps((what, arguments))
+        data = pickle.dumps((method, arguments))
         try:
             self._writer.write(LENGTH.pack(len(data)) + data)
             await self._writer.drain()
@@ -144,13 +144,13 @@ class _Process:
         except (OSError, asyncio.IncompleteReadError) as error:
             self._kill()
             raise EnvironmentFailure(
-                f"The process of the environment ended during {what}: {await self._how()}.",
+                f"The process of the environment ended during {method}: {await self._exit_status()}.",
                 hint="It may have crashed, or was killed for its memory.",
                 kind="environment-process-lost",
                 retryable=True,
             ) from error
         except asyncio.CancelledError:
-            self._kill()  # it may be in a call that never ends
+            self._kill()  # its call may never end
             raise
         return answer
 
@@ -167,6 +167,6 @@ class _Process:
                 # Popen's own kill may reap the exit code that `wait` needs.
                 os.kill(self._process.pid, signal.SIGKILL)
 
-    async def _how(self) -> str:
+    async def _exit_status(self) -> str:
         code = await self._process.wait()
         return f"signal {-code}" if code < 0 else f"exit code {code}"

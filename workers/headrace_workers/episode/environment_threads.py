@@ -2,11 +2,11 @@
 
 * A blocking environment occupies its own thread and nothing else.
 * A call that exceeds its deadline is abandoned: its thread is replaced and its late result is discarded.
-* Waiting for a thread is measured apart from running on one.
-* Abandoned calls that have not returned yet are counted; the worker bounds them.
+* Waiting for a thread is measured separately from running on one.
+* Abandoned calls that have not returned yet are counted; the worker limits their number.
 
-Each concurrent call has a thread: at most one for each slot of the worker, and one for each abandoned call until it
-ends. The standard library's pool joins its threads at exit and never replaces a hanging one; these are daemon threads.
+Each concurrent call has a thread: at most one per slot of the worker, and one per abandoned call until it returns. The
+standard library's pool joins its threads at exit and never replaces a hanging one; these are daemon threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CallAbandonedError(Exception):
     """Raised when a call exceeds its deadline. Its thread continues alone, and its late result is discarded."""
 
 
-class Ran(NamedTuple):
+class ThreadCallOutcome(NamedTuple):
     """The result or exception of a call, with its waiting and running time in seconds."""
 
     result: Any
@@ -47,12 +47,12 @@ class EnvironmentThreads:
         self.hanging = 0
         """Abandoned calls that have not returned yet. Each occupies a thread."""
 
-    async def run(self, call: Callable[[], Any], timeout_s: float) -> Ran:
+    async def run(self, call: Callable[[], Any], timeout_s: float) -> ThreadCallOutcome:
         """Run a call on a thread. Raises CallAbandonedError after ``timeout_s``; returns the call's own exception."""
         thread = self._idle.pop() if self._idle else _Thread(self._clock)
-        future: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ThreadCallOutcome] = asyncio.get_running_loop().create_future()
         self.running += 1
-        thread.start_call(call, future, self._came_back)
+        thread.start_call(call, future, self._count_return)
         try:
             async with timeout(timeout_s):
                 return await future
@@ -67,7 +67,7 @@ class EnvironmentThreads:
             else:
                 self._idle.append(thread)
 
-    def _came_back(self) -> None:
+    def _count_return(self) -> None:
         self.hanging -= 1
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class EnvironmentThreads:
 
 class _Call(NamedTuple):
     call: Callable[[], Any]
-    future: asyncio.Future[Ran]
+    future: asyncio.Future[ThreadCallOutcome]
     on_late: Callable[[], None]
-    asked_at: float
+    requested_at: float
 
 
 class _Thread:
@@ -90,7 +90,9 @@ class _Thread:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    def start_call(self, call: Callable[[], Any], future: asyncio.Future[Ran], on_late: Callable[[], None]) -> None:
+    def start_call(
+        self, call: Callable[[], Any], future: asyncio.Future[ThreadCallOutcome], on_late: Callable[[], None]
+    ) -> None:
         """Start a call. ``on_late`` is called in the event loop if it returns after its future was cancelled."""
         self._calls.put(_Call(call, future, on_late, self._clock()))
 
@@ -99,36 +101,36 @@ class _Thread:
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:
-            _deliver(item, self._ran(item.call, item.asked_at))
+            _deliver(item, self._run(item.call, item.requested_at))
             del item
 
-    def _ran(self, call: Callable[[], Any], asked_at: float) -> Ran:
+    def _run(self, call: Callable[[], Any], requested_at: float) -> ThreadCallOutcome:
         started_at = self._clock()
         result: Any = None
         error: BaseException | None = None
         try:
             result = call()
-        except BaseException as raised:  # noqa: BLE001 - carried to the caller, which names it
+        except BaseException as raised:  # noqa: BLE001 - passed to the caller, which reports it
             error = raised
-        return Ran(result, error, started_at - asked_at, self._clock() - started_at)
+        return ThreadCallOutcome(result, error, started_at - requested_at, self._clock() - started_at)
 
 
-def _deliver(item: _Call, ran: Ran) -> None:
+def _deliver(item: _Call, outcome: ThreadCallOutcome) -> None:
     def settle() -> None:
         if item.future.done():
-            _discard(ran.result)
+            _discard(outcome.result)
             item.on_late()
         else:
-            item.future.set_result(ran)
+            item.future.set_result(outcome)
 
     try:
         item.future.get_loop().call_soon_threadsafe(settle)
     except RuntimeError:
-        # The loop is closed: the worker has ended, and an abandoned call returned after it.
-        _discard(ran.result)
+        # The loop is closed: an abandoned call returned after the end of the worker.
+        _discard(outcome.result)
 
 
 def _discard(result: Any) -> None:
-    """Close a coroutine: Python warns of one that nobody awaits."""
+    """Close a coroutine, because Python warns about one that is never awaited."""
     if inspect.iscoroutine(result):
         result.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 
 LAST_FRAMES = 3
-"""Frames of a traceback that a failure quotes: enough to find the line, short enough to store."""
+"""Frames of a traceback in a failure: enough to find the line, short enough to store."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -19,5 +19,5 @@ def describe_error(error: BaseException) -> str:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as another:  # noqa: BLE001 - the error's own code; the failure is named without its text
+    except BaseException as another:  # noqa: BLE001 - raised by the error's own code; it is described without its text
         return f"(its message cannot be formatted: {type(another).__name__})"

@@ -13,19 +13,19 @@ from typing import Any, TypeGuard
 import numpy as np
 
 MAX_DEPTH = 32
-"""Deepest nesting that is kept."""
+"""Limit on nesting."""
 
 MAX_ITEMS = 20_000
-"""Most items of one copy, including omitted ones: some 10 ms of the event loop. An info is a note, not a data set."""
+"""Limit on items of one copy, including omitted ones: they take about 10 ms of the event loop."""
 
 MAX_TEXT = 1 << 20
-"""Most characters of all texts and keys of one copy. A record holds one info for each turn."""
+"""Limit on characters of all texts and keys of one copy. A record has one info for each turn."""
 
 MAX_NAMED = 100
-"""Most paths that ``dropped`` names; the rest is counted."""
+"""Limit on paths under ``dropped``; the others are only counted."""
 
 MAX_NAME = 80
-"""Most characters of a key in a path."""
+"""Limit on characters of a key in a path."""
 
 LOWEST_INTEGER, HIGHEST_INTEGER = -(2**63), 2**64 - 1
 """Range of integers that the codec can store."""
@@ -34,7 +34,7 @@ LOWEST_INTEGER, HIGHEST_INTEGER = -(2**63), 2**64 - 1
 def json_part(value: dict[Any, Any]) -> dict[str, Any]:
     """Copy the JSON-able part of a dict deeply; omitted parts are listed by path under ``dropped``."""
     copier = _Copier()
-    kept = copier.copied_dict(value)
+    kept = copier.copy_dict(value)
     dropped = copier.dropped
     if dropped:
         if copier.unnamed:
@@ -52,7 +52,7 @@ class _Position(int):
 
 
 class _Copier:
-    """The state of one copy. ``_path`` holds the keys and positions, ``_open`` the enclosing containers."""
+    """The state of one copy. ``_path`` has the keys and positions, ``_open`` the ids of the enclosing containers."""
 
     def __init__(self) -> None:
         self.dropped: list[str] = []
@@ -62,62 +62,62 @@ class _Copier:
         self._path: list[Any] = []
         self._open: list[int] = []
 
-    def copied_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
+    def copy_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
         kept: dict[str, Any] = {}
         self._open.append(id(value))
         for key, item in value.items():
             if self._items_left <= 0:
-                self._name_cut()
+                self._drop_rest()
                 break
             self._items_left -= 1
             self._path.append(key)
             if not self._is_kept_text(key):
-                self._name(type(item).__name__)
-            elif (copied := self._copied(item)) is not _DROP:
+                self._drop(type(item).__name__)
+            elif (copied := self._copy(item)) is not _DROP:
                 kept[key] = copied
             self._path.pop()
         self._open.pop()
         return kept
 
-    def _copied_list(self, value: list[Any] | tuple[Any, ...]) -> list[Any]:
+    def _copy_list(self, value: list[Any] | tuple[Any, ...]) -> list[Any]:
         kept: list[Any] = []
         self._open.append(id(value))
         for position, item in enumerate(value):
             if self._items_left <= 0:
-                self._name_cut()
+                self._drop_rest()
                 break
             self._items_left -= 1
             self._path.append(_Position(position))
-            copied = self._copied(item)
-            # A null keeps the position, so that those of the other items stay the same.
+            copied = self._copy(item)
+            # A null in its place keeps the positions of the other items.
             kept.append(None if copied is _DROP else copied)
             self._path.pop()
         self._open.pop()
         return kept
 
-    def _copied(self, value: Any) -> Any:
+    def _copy(self, value: Any) -> Any:
         kind = type(value)
         if value is None or kind is bool:
             return value
         if kind is str:
-            return value if self._is_kept_text(value) else self._name("str")
+            return value if self._is_kept_text(value) else self._drop("str")
         if kind is int:
-            return value if LOWEST_INTEGER <= value <= HIGHEST_INTEGER else self._name("int")
+            return value if LOWEST_INTEGER <= value <= HIGHEST_INTEGER else self._drop("int")
         if kind is float:
-            return value if math.isfinite(value) else self._name("float")
+            return value if math.isfinite(value) else self._drop("float")
         if isinstance(value, np.generic):
             plain = value.item()
-            return self._name(kind.__name__) if isinstance(plain, np.generic) else self._copied(plain)
+            return self._drop(kind.__name__) if isinstance(plain, np.generic) else self._copy(plain)
         if isinstance(value, dict | list | tuple):
-            return self._copied_container(value)
-        return self._name(kind.__name__)
+            return self._copy_container(value)
+        return self._drop(kind.__name__)
 
-    def _copied_container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Any:
+    def _copy_container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Any:
         if id(value) in self._open:
-            return self._name(f"{type(value).__name__} that contains itself")
+            return self._drop(f"{type(value).__name__} that contains itself")
         if len(self._open) > MAX_DEPTH:
-            return self._name(f"{type(value).__name__} below {MAX_DEPTH} levels")
-        return self.copied_dict(value) if isinstance(value, dict) else self._copied_list(value)
+            return self._drop(f"{type(value).__name__} below {MAX_DEPTH} levels")
+        return self.copy_dict(value) if isinstance(value, dict) else self._copy_list(value)
 
     def _is_kept_text(self, value: Any) -> TypeGuard[str]:
         if not isinstance(value, str) or len(value) > self._text_left or not is_unicode(value):
@@ -125,16 +125,16 @@ class _Copier:
         self._text_left -= len(value)
         return True
 
-    def _name_cut(self) -> None:
-        self._name(f"the rest, over {MAX_ITEMS} items")
+    def _drop_rest(self) -> None:
+        self._drop(f"the rest, over {MAX_ITEMS} items")
 
-    def _name(self, why: str) -> Any:
+    def _drop(self, reason: str) -> Any:
         """Record the current path as omitted."""
         if len(self.dropped) >= MAX_NAMED:
             self.unnamed += 1
         else:
             path = "".join(_step(key) for key in self._path).removeprefix(".")
-            self.dropped.append(f"{path} ({why})".encode(errors="replace").decode())
+            self.dropped.append(f"{path} ({reason})".encode(errors="replace").decode())
         return _DROP
 
 

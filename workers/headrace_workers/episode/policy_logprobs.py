@@ -1,7 +1,7 @@
 """Logprobs of an episode's rows under the scorer policies of its run.
 
 * Every row is scored by every scorer after the episode has ended, concurrently.
-* A score is an asset beside the row, f32[n], named in ``Segment.arrays`` as ``logprobs.NAME``.
+* A score is an asset of the row, f32[n], named in ``Segment.arrays`` as ``logprobs.NAME``.
 * A failing scorer fails the episode: layer ``policy``, with its name in the message.
 """
 
@@ -22,7 +22,7 @@ PREFIX = "logprobs."
 """Prefix of the array name of a scorer."""
 
 
-async def scored_rows(
+async def score_rows(
     segments: list[Segment],
     scorers: Mapping[str, ScorerSpec],
     policies: PolicySource,
@@ -30,11 +30,11 @@ async def scored_rows(
     attempt: str,
     timeout_s: float,
 ) -> tuple[list[Segment], list[AssetData]]:
-    """Score the segments; returns them with the scores as assets. Raises PolicyFailure.
+    """Score the segments; return them with the scores as assets. Raises PolicyFailure.
 
-    ``attempt`` names it in the ids of requests; ``timeout_s`` bounds each.
+    ``attempt`` is part of the ids of requests; ``timeout_s`` limits each request.
     """
-    wanted = [
+    requests = [
         (position, name)
         for position, segment in enumerate(segments)
         if segment.train and segment.turns
@@ -56,13 +56,13 @@ async def scored_rows(
                 f"Scorer {name!r}, row {position}: {failure}", kind=failure.kind, retryable=failure.retryable
             ) from failure
 
-    results = await asyncio.gather(*(score(*row) for row in wanted), return_exceptions=True)
-    made = [result for result in results if not isinstance(result, BaseException)]
+    results = await asyncio.gather(*(score(*row) for row in requests), return_exceptions=True)
+    assets = [result for result in results if not isinstance(result, BaseException)]
     for result in results:
         if isinstance(result, BaseException):
             raise result
     arrays: dict[int, dict[str, str]] = {}
-    for (position, name), asset in zip(wanted, made, strict=True):
+    for (position, name), asset in zip(requests, assets, strict=True):
         arrays.setdefault(position, {})[PREFIX + name] = asset.name
     scored = [
         msgspec.structs.replace(segment, arrays={**segment.arrays, **arrays[position]})
@@ -70,4 +70,4 @@ async def scored_rows(
         else segment
         for position, segment in enumerate(segments)
     ]
-    return scored, made
+    return scored, assets

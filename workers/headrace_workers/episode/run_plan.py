@@ -1,4 +1,4 @@
-"""The plan of a run's episodes: its spec and what follows from it, computed once per run.
+"""The plan of a run's episodes: its spec and values derived from it, computed once per run.
 
 * The renderer and the plans of the agents are made once for all episodes of a run.
 * The seed of a turn depends only on the episode's sampling seed and the turn's index.
@@ -27,9 +27,9 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """The policy of one agent. Empty ``endpoints`` stand for the worker's own. ``run``: the run whose servers they are,
-    managed by the orchestrator; empty for the agent's own servers. ``adapter``: the run's trained adapter, if it plays;
-    ``frozen``: true if ``model`` is a frozen adapter. ``temperature`` None: the run's."""
+    """The policy of one agent. Without ``endpoints`` those of the worker are used. ``run``: the run whose servers they
+    are, managed by the orchestrator; empty for the agent's own servers. ``adapter``: the run's trained adapter, if the
+    agent uses it. ``frozen``: true if ``model`` is a frozen adapter. ``temperature``: None for the run's."""
 
     run: str
     endpoints: tuple[str, ...]
@@ -40,25 +40,25 @@ class AgentPlan:
     adapter: str = ""
     frozen: bool = False
 
-    def played_by(self, adapter: str) -> AgentPlan:
-        """Replace the model by a frozen adapter."""
+    def with_frozen_adapter(self, adapter: str) -> AgentPlan:
+        """Return the plan with a frozen adapter as the model."""
         policy = PolicyRef(base=self.policy.base, adapter=adapter)
         return replace(self, model=adapter_server_name(self.run, adapter), policy=policy, adapter="", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run's spec, with what follows from it for its episodes."""
+    """A run's spec, and values derived from it."""
 
     spec: RunSpec
     renderer: Renderer
-    everyone: AgentPlan
+    default_agent: AgentPlan
     agents: dict[str, AgentPlan]
 
     def agent(self, name: str, adapter: str = "") -> AgentPlan:
         """The plan of an agent: its own or the default. ``adapter``: the frozen adapter assigned in this group."""
-        plan = self.agents.get(name, self.everyone)
-        return plan.played_by(adapter) if adapter else plan
+        plan = self.agents.get(name, self.default_agent)
+        return plan.with_frozen_adapter(adapter) if adapter else plan
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
@@ -68,13 +68,13 @@ def make_plan(spec: RunSpec) -> RunPlan:
     renderer = make_renderer(policy)
     if not renderer.stop_token_ids and not spec.sampling.stop:
         raise InfrastructureFailure(
-            f"Nothing ends a turn: the tokenizer {policy.tokenizer!r} has no end-of-turn token, and there is no stop "
+            f"A turn has no end: the tokenizer {policy.tokenizer!r} has no end-of-turn token, and the run has no stop "
             "string.",
             hint="Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
             kind="no-stop-token",
             retryable=False,
         )
-    everyone = AgentPlan(
+    default_agent = AgentPlan(
         run=spec.name if policy.endpoints else "",
         endpoints=tuple(policy.endpoints),
         model=policy.model,
@@ -85,26 +85,21 @@ def make_plan(spec: RunSpec) -> RunPlan:
     )
     agents = {
         name: AgentPlan(
-            run=everyone.run if agent.endpoints is None else "",
-            endpoints=tuple(agent.endpoints) if agent.endpoints is not None else everyone.endpoints,
-            model=agent.base if agent.base is not None else everyone.model,
-            policy=PolicyRef(base=agent.base or policy.base, adapter=_own(agent, policy.adapter)),
+            run=default_agent.run if agent.endpoints is None else "",
+            endpoints=tuple(agent.endpoints) if agent.endpoints is not None else default_agent.endpoints,
+            model=agent.base if agent.base is not None else default_agent.model,
+            policy=PolicyRef(base=agent.base or policy.base, adapter=_trained_adapter(agent, policy.adapter)),
             train=agent.train,
             temperature=agent.temperature,
-            adapter=_own(agent, policy.adapter) or "",
+            adapter=_trained_adapter(agent, policy.adapter) or "",
         )
         for name, agent in policy.agents.items()
     }
-    return RunPlan(
-        spec=spec,
-        renderer=renderer,
-        everyone=everyone,
-        agents=agents,
-    )
+    return RunPlan(spec=spec, renderer=renderer, default_agent=default_agent, agents=agents)
 
 
-def _own(agent: AgentSpec, adapter: str | None) -> str | None:
-    """The run's adapter, if the run's policy plays the agent."""
+def _trained_adapter(agent: AgentSpec, adapter: str | None) -> str | None:
+    """The run's adapter, if the agent uses the run's policy."""
     return adapter if agent.base is None and agent.endpoints is None else None
 
 

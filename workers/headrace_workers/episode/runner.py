@@ -1,15 +1,15 @@
 """The runner of one attempt of an episode, from reset to record.
 
-* Every way to end gives one record; a fault of Headrace becomes an infrastructure failure. The orchestrator validates
+* Every attempt ends in one record; a fault of Headrace becomes an infrastructure failure. The orchestrator validates
   the record.
 * Terminated wins over truncated; the end of a budget is a truncation, the end of a deadline a failure. A prompt too
   long for the engine counts as the end of a budget.
-* Working time is sampling and environment time; waits, also for a sandbox, do not count. Pauses for new weights count
-  against no deadline.
+* Working time is sampling and environment time; waits, also for a sandbox, do not count. Pauses for new weights do not
+  count against any deadline.
 * A failure keeps the turns that were completed before it, and the message that led to it.
-* A turn that an evaluation's pinned version did not answer ends the episode as ``cancelled``.
+* A turn sampled by another version than the evaluation's pinned one ends the episode as ``cancelled``.
 * The environment gets the text of the sampled ids up to the first stop string; all ids are stored.
-* Each image of an observation is in ``assets`` once, by name; the record holds the names.
+* Each image of an observation is in ``assets`` once, by name; the record has the names.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from headrace_workers.episode.environment_driver import EnvironmentDriver, Envir
 from headrace_workers.episode.environment_processes import EnvironmentProcesses
 from headrace_workers.episode.environment_threads import EnvironmentThreads
 from headrace_workers.episode.error_text import describe_error
-from headrace_workers.episode.policy_logprobs import scored_rows
+from headrace_workers.episode.policy_logprobs import score_rows
 from headrace_workers.episode.run_plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
-"""Failure kinds that the episode's own deadline may have caused, since no call gets more time than the episode has."""
+"""Failure kinds that the episode's deadline may have caused, since it limits the time of each call."""
 
 CONTEXT_OVERFLOW = "context-overflow"
 """Failure kind of a prompt too long for the engine. It truncates the episode."""
 
 MAX_ASSET_BYTES = 256 << 20
-"""Most bytes of one episode's images: as much as a worker's whole spool by default."""
+"""Limit on bytes of one episode's images: as much as a worker's spool by default."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class EpisodeTools:
     calls: BoundedCalls = field(default_factory=BoundedCalls)
     processes: EnvironmentProcesses = field(default_factory=EnvironmentProcesses)
     sampling_now: int = 0
-    """Policy requests that are open now."""
+    """Number of open policy requests."""
 
 
 class _EpisodeOver(Exception):
@@ -122,22 +122,22 @@ class EpisodeRun:
     async def run(self) -> Trajectory:
         """Run the attempt to its end. Never raises: a cancelled call ends in a record as well."""
         try:
-            ended = await self._ended()
-            if self._plan.spec.policy.scorers and ended.status in ("finished", "truncated"):
-                return self._record_of(await self._scored(self._outcome(ended)))
-            return self._record(ended)
+            end = await self._run_to_end()
+            if self._plan.spec.policy.scorers and end.status in ("finished", "truncated"):
+                return self._record_of(await self._with_scores(self._outcome(end)))
+            return self._record(end)
         except EpisodeFailure as error:
-            return self._record(_EpisodeOver("failed", "failure", self._blamed(error)))
+            return self._record(_EpisodeOver("failed", "failure", self._failure_of(error)))
         except asyncio.CancelledError:
             return self._record(_EpisodeOver("cancelled", "cancelled", _cancelled(self.cancel_reason)))
-        except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
+        except Exception as error:  # noqa: BLE001 - a fault of Headrace is recorded like any other failure
             return self._record(_EpisodeOver("failed", "failure", Failure.of(_fault("The worker failed", error))))
 
-    async def _ended(self) -> _EpisodeOver:
+    async def _run_to_end(self) -> _EpisodeOver:
         try:
-            await self._play()
-        except _EpisodeOver as ended:
-            return ended
+            await self._run_turns()
+        except _EpisodeOver as end:
+            return end
         raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
 
     async def close(self) -> None:
@@ -146,22 +146,22 @@ class EpisodeRun:
 
     # The turns of an episode
 
-    async def _play(self) -> None:
+    async def _run_turns(self) -> None:
         limits = self._plan.spec.limits
         self._begin(await self._driver.reset(self._time_left()))
         while True:
-            track = self._due_track()
+            track = self._next_track()
             if self._turns >= limits.max_turns:
                 raise _EpisodeOver("truncated", "max_turns")
             if self._policy_s + self._driver.environment_s > limits.working_time_s:
                 raise _EpisodeOver("truncated", "working_time")
-            asked = track.prompt()
-            room = self._context_tokens - asked.length
+            next_prompt = track.prompt()
+            room = self._context_tokens - next_prompt.length
             if room < 1:
                 raise _EpisodeOver("truncated", "max_tokens")
-            await self._turn(track, asked, min(room, self._plan.spec.sampling.max_tokens))
+            await self._turn(track, next_prompt, min(room, self._plan.spec.sampling.max_tokens))
 
-    def _begin(self, seen: EnvironmentAnswer) -> None:
+    def _begin(self, answer: EnvironmentAnswer) -> None:
         plan, assignment = self._plan, self._assignment
         self._check_agents()
         for name in self._driver.agents or [AGENT]:
@@ -169,23 +169,23 @@ class EpisodeRun:
             sampling = agent_sampling(
                 plan, agent, evaluation_temperature=assignment.temperature, seed=assignment.sampling_seed
             )
-            tools = tools_of(seen.info, name, self._driver.agents)
+            tools = tools_of(answer.info, name, self._driver.agents)
             self._tracks[name] = AgentTrack(name, agent, sampling, plan.renderer, tools)
-        self._look(seen, over=False)
+        self._add_observations(answer, over=False)
 
     def _check_agents(self) -> None:
-        """Refuse a spec whose agents are all unknown: it would train an opponent that it means to freeze."""
-        named, there = self._plan.agents.keys(), self._driver.agents
-        if there is not None and named and not named & set(there):
+        """Refuse a spec whose agents are all unknown: an opponent that should be frozen would be trained."""
+        in_spec, agents = self._plan.agents.keys(), self._driver.agents
+        if agents is not None and in_spec and not in_spec & set(agents):
             raise EnvironmentFailure(
-                f"policy.agents names {sorted(named)}, but the environment's agents are {there}.",
+                f"policy.agents names {sorted(in_spec)}, but the environment's agents are {agents}.",
                 hint="Use the environment's names in policy.agents.",
                 kind="unknown-agent",
                 retryable=False,
             )
 
-    def _due_track(self) -> AgentTrack:
-        agent = self._driver.due()
+    def _next_track(self) -> AgentTrack:
+        agent = self._driver.next_agent
         if agent is None:
             raise EnvironmentFailure(
                 "next_agent is None before any agent acted.", kind="ended-before-start", retryable=False
@@ -196,82 +196,81 @@ class EpisodeRun:
             )
         return self._tracks[agent]
 
-    async def _turn(self, track: AgentTrack, asked: NextPrompt, max_tokens: int) -> None:
+    async def _turn(self, track: AgentTrack, next_prompt: NextPrompt, max_tokens: int) -> None:
         index = self._turns
         try:
-            sample, policy_s = await self._sample(track, asked, max_tokens)
+            sample, policy_s = await self._sample(track, next_prompt, max_tokens)
         except PolicyFailure as error:
             if error.kind != CONTEXT_OVERFLOW:
                 raise
-            self._context_tokens = asked.length - 1  # the engine's context is smaller than the run's limit
+            self._context_tokens = next_prompt.length - 1  # the engine's context is smaller than the run's limit
             raise _EpisodeOver("truncated", "max_tokens") from error
         if sample.prompt is not None:
-            asked = track.rendered_as(asked, list(sample.prompt))
+            next_prompt = track.rendered_as(next_prompt, list(sample.prompt))
         if sample.seen is not None:
-            asked = asked.as_seen(sample.seen)
-            if asked.length + len(sample.token_ids) > self._context_tokens:
-                raise _EpisodeOver("truncated", "max_tokens")  # its images have more tokens than there is room for
-        said = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
-        action = self._action(said)
+            next_prompt = next_prompt.as_seen(sample.seen)
+            if next_prompt.length + len(sample.token_ids) > self._context_tokens:
+                raise _EpisodeOver("truncated", "max_tokens")  # the tokens of its images do not fit into the context
+        text = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
+        action = self._action(text)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
-        parse_action = self._driver.reads_calls
-        given = self._plan.renderer.action(sample.token_ids, action) if parse_action else action
-        seen = await self._driver.step(given, self._time_left())
-        if track.agent not in seen.rewards:
+        argument = self._plan.renderer.action(sample.token_ids, action) if self._driver.reads_calls else action
+        answer = await self._driver.step(argument, self._time_left())
+        if track.agent not in answer.rewards:
             raise EnvironmentFailure(
-                f"step gave no reward for {track.agent}, which acted.", kind="reward-missing", retryable=False
+                f"step returned no reward for {track.agent}, which acted.", kind="reward-missing", retryable=False
             )
         turn = TurnRecord(
             index=index,
-            reward=seen.rewards[track.agent],
-            reward_parts=seen.reward_parts.get(track.agent, {}),
+            reward=answer.rewards[track.agent],
+            reward_parts=answer.reward_parts.get(track.agent, {}),
             finish_reason=sample.finish_reason,
-            said=said if said != action else "",
-            tool_calls=seen.tool_calls.get(track.agent, []),
+            said=text if text != action else "",
+            tool_calls=answer.tool_calls.get(track.agent, []),
             policy_s=policy_s,
             environment_s=self._driver.last_s,
         )
-        track.commit(asked, sample, said, turn)
+        track.commit(next_prompt, sample, text, turn)
         self._turns = index + 1
-        self._late_rewards(seen, track.agent)
-        self._flags(seen)
+        self._add_late_rewards(answer, track.agent)
+        self._apply_flags(answer)
 
-    def _late_rewards(self, seen: EnvironmentAnswer, actor: str) -> None:
-        for name, reward in seen.rewards.items():
+    def _add_late_rewards(self, answer: EnvironmentAnswer, actor: str) -> None:
+        for name, reward in answer.rewards.items():
             if name != actor:
-                self._tracks[name].add_reward(reward, seen.reward_parts.get(name, {}))
+                self._tracks[name].add_reward(reward, answer.reward_parts.get(name, {}))
 
-    def _flags(self, seen: EnvironmentAnswer) -> None:
-        for name, flag in seen.terminated.items():
+    def _apply_flags(self, answer: EnvironmentAnswer) -> None:
+        for name, flag in answer.terminated.items():
             if flag:
                 self._terminated.add(name)
-        for name, flag in seen.truncated.items():
-            if flag and not seen.terminated.get(name):
+        for name, flag in answer.truncated.items():
+            if flag and not answer.terminated.get(name):
                 self._truncated.add(name)
-        over = self._driver.due() is None or self._tracks.keys() <= self._terminated | self._truncated
-        self._look(seen, over=over)
+        over = self._driver.next_agent is None or self._tracks.keys() <= self._terminated | self._truncated
+        self._add_observations(answer, over=over)
         if over and self._truncated and not any(self._tracks[name].last_turn for name in self._terminated):
             raise _EpisodeOver("truncated", "environment_truncated")
         if over:
             raise _EpisodeOver("finished", "terminated")
 
-    def _look(self, seen: EnvironmentAnswer, *, over: bool) -> None:
-        self._infos.append(seen.info)
-        for asset in seen.assets:
-            self._keep(asset)
-        for name, observation in seen.observations.items():
+    def _add_observations(self, answer: EnvironmentAnswer, *, over: bool) -> None:
+        self._infos.append(answer.info)
+        for asset in answer.assets:
+            self._add_asset(asset)
+        for name, observation in answer.observations.items():
             self._observe(name, observation, over)
-        for name, history in seen.history.items():
+        for name, history in answer.history.items():
             self._tracks[name].replace_history(history)
 
-    def _keep(self, asset: AssetData) -> None:
+    def _add_asset(self, asset: AssetData) -> None:
         if asset.name in self.assets:
             return
         self._assets_bytes += len(asset.data)
         if self._assets_bytes > MAX_ASSET_BYTES:
             raise EnvironmentFailure(
-                f"The episode shows more than {MAX_ASSET_BYTES} bytes of images.",
-                hint="Encode images (PNG, JPEG), or show fewer.",
+                f"The images of the episode have more than {MAX_ASSET_BYTES} bytes.",
+                hint="Encode images (PNG, JPEG), or return fewer.",
                 kind="assets-too-large",
                 retryable=False,
             )
@@ -279,25 +278,25 @@ class EpisodeRun:
 
     def _observe(self, name: str, observation: Content, over: bool) -> None:
         if over and not observation:
-            return  # the episode has ended
+            return  # an empty observation after the end has no information
         message = Message(role="user", content=observation, agent=name)
         self._messages.append(message)
         self._tracks[name].observe(message)
 
     # One sample
 
-    async def _sample(self, track: AgentTrack, asked: NextPrompt, max_tokens: int) -> tuple[Sample, float]:
+    async def _sample(self, track: AgentTrack, next_prompt: NextPrompt, max_tokens: int) -> tuple[Sample, float]:
         tools, plan, assignment = self._tools, self._plan, self._assignment
         request = SampleRequest(
             id=f"{assignment.episode}-{assignment.attempt}-{self._turns}",
             group=assignment.group,
             episode=assignment.episode,
             model=track.plan.model,
-            prompt=asked.token_ids,
-            images=[self.assets[name] for name in asked.images],
+            prompt=next_prompt.token_ids,
+            images=[self.assets[name] for name in next_prompt.images],
             messages=track.messages(),
             tools=track.tools,
-            text_will_do=bool(assignment.evaluation),
+            accepts_text=bool(assignment.evaluation),
             sampling=turn_sampling(track.sampling, self._turns),
             max_tokens=max_tokens,
             stop=plan.spec.sampling.stop,
@@ -329,7 +328,7 @@ class EpisodeRun:
         return self._with_ids(sample), took_s - sample.waiting_s
 
     def _with_ids(self, sample: Sample) -> Sample:
-        """Add ids encoded from the text to a sample without ids. The server names no version then."""
+        """Add ids encoded from the text to a sample without ids, for which the server reports no version."""
         if sample.text is None:
             return sample
         ids = self._plan.renderer.encode(sample.text)
@@ -349,48 +348,48 @@ class EpisodeRun:
                     Failure(
                         layer="policy",
                         kind="version-not-pinned",
-                        message=f"Turn {self._turns} was answered by version {run.version}, not by {pinned} as pinned.",
+                        message=f"Turn {self._turns} was sampled by version {run.version}, not by the pinned {pinned}.",
                     ),
                 )
 
-    def _action(self, said: str) -> str:
+    def _action(self, text: str) -> str:
         """The action for the environment: the text up to the first stop string."""
         for stop in self._plan.spec.sampling.stop:
-            said = said.partition(stop)[0] if stop else said
-        return said
+            text = text.partition(stop)[0] if stop else text
+        return text
 
-    # Deadlines, blame and the record
+    # Deadlines and the record
 
     def _time_left(self) -> float:
-        left_s = self._plan.spec.limits.episode_timeout_s - self._ran_s()
+        left_s = self._plan.spec.limits.episode_timeout_s - self._run_time_s()
         if left_s <= 0:
-            raise self._overdue()
+            raise self._timeout_failure()
         return left_s
 
-    def _ran_s(self) -> float:
-        """Seconds that the attempt has run, without pauses for new weights."""
+    def _run_time_s(self) -> float:
+        """Seconds since the start of the attempt, without pauses for new weights."""
         return self._tools.clock() - self._started_at - self._paused_s
 
-    def _overdue(self) -> InfrastructureFailure:
+    def _timeout_failure(self) -> InfrastructureFailure:
         return InfrastructureFailure(
             f"The attempt took longer than its {self._plan.spec.limits.episode_timeout_s:g} s.",
-            hint="Raise limits.episode_timeout_s, or find out what it waited for.",
+            hint="Raise limits.episode_timeout_s, or find the cause of the delay.",
             kind="episode-timeout",
             retryable=True,
         )
 
-    def _blamed(self, error: EpisodeFailure) -> Failure:
-        """Add the turn to a failure, or replace it by the episode's deadline if that ended the call."""
-        if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.spec.limits.episode_timeout_s:
-            return Failure.of(self._overdue())
+    def _failure_of(self, error: EpisodeFailure) -> Failure:
+        """Add the turn to a failure, or replace the failure if the episode's deadline ended the call."""
+        if error.kind in DEADLINE_KINDS and self._run_time_s() >= self._plan.spec.limits.episode_timeout_s:
+            return Failure.of(self._timeout_failure())
         where = self._step or (f"Turn {self._turns}" if self._tracks else "Reset")
         return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
 
-    async def _scored(self, outcome: AttemptOutcome) -> AttemptOutcome:
+    async def _with_scores(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Add the logprobs of the run's scorers to the outcome."""
-        assignment, began_at = self._assignment, self._tools.clock()
+        assignment, started_at = self._assignment, self._tools.clock()
         self._step = "Scoring"
-        segments, assets = await scored_rows(
+        segments, assets = await score_rows(
             outcome.segments,
             self._plan.spec.policy.scorers,
             self._tools.policies,
@@ -398,7 +397,7 @@ class EpisodeRun:
             timeout_s=min(self._plan.spec.limits.policy_timeout_s, self._time_left()),
         )
         self.assets.update({asset.name: asset for asset in assets})
-        took_s = self._tools.clock() - began_at
+        took_s = self._tools.clock() - started_at
         timing = outcome.timing
         return msgspec.structs.replace(
             outcome,
@@ -407,24 +406,24 @@ class EpisodeRun:
             timing=msgspec.structs.replace(timing, wall_s=timing.wall_s + took_s, waiting_s=timing.waiting_s + took_s),
         )
 
-    def _record(self, ended: _EpisodeOver) -> Trajectory:
+    def _record(self, end: _EpisodeOver) -> Trajectory:
         try:
-            return self._record_of(self._outcome(ended))
-        except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
+            return self._record_of(self._outcome(end))
+        except Exception as error:  # noqa: BLE001 - a fault of Headrace is recorded like any other failure
             return self._record_of(failed(_fault("The worker could not make the record", error)))
 
     def _record_of(self, outcome: AttemptOutcome) -> Trajectory:
         tools = self._tools
         return record_of(self._assignment, outcome, trajectory_id=tools.new_id(), worker=tools.worker)
 
-    def _outcome(self, ended: _EpisodeOver) -> AttemptOutcome:
-        self._end_turns(ended)
+    def _outcome(self, end: _EpisodeOver) -> AttemptOutcome:
+        self._end_turns(end)
         driver = self._driver
         segments = [segment for track in self._tracks.values() for segment in track.segments()]
         return AttemptOutcome(
-            status=ended.status,
-            stop_reason=ended.reason,
-            failure=ended.failure,
+            status=end.status,
+            stop_reason=end.reason,
+            failure=end.failure,
             segments=segments,
             messages=self._messages,
             infos=self._infos,
@@ -441,19 +440,19 @@ class EpisodeRun:
             environment_version=driver.version,
         )
 
-    def _end_turns(self, ended: _EpisodeOver) -> None:
+    def _end_turns(self, end: _EpisodeOver) -> None:
         for name, track in self._tracks.items():
             terminated = name in self._terminated
-            if ended.status == "finished":
-                # The episode is over for all agents; only an agent that was truncated itself counts as truncated.
+            if end.status == "finished":
+                # The episode is over for all agents; only agents that were truncated themselves count as truncated.
                 terminated = terminated or name not in self._truncated
-            truncated = name in self._truncated or ended.status == "truncated"
+            truncated = name in self._truncated or end.status == "truncated"
             track.end_turns(terminated=terminated, truncated=truncated)
-            if ended.status == "truncated":
+            if end.status == "truncated":
                 track.append_unseen(self._context_tokens)
         unplaced = {name: track.early_reward for name, track in self._tracks.items() if track.early_reward}
         if unplaced and self._infos:
-            # The agent had no turn that could carry these rewards; report them instead of losing them.
+            # The agent had no turn to which these rewards could be added.
             self._infos[-1]["rewards_without_turn"] = unplaced
 
 
@@ -463,7 +462,7 @@ def _cancelled(reason: str) -> Failure | None:
     return Failure(layer="infrastructure", kind="cancelled", message=reason)
 
 
-def _fault(what: str, error: Exception) -> InfrastructureFailure:
+def _fault(message: str, error: Exception) -> InfrastructureFailure:
     return InfrastructureFailure(
-        f"{what}: {describe_error(error)}", hint="This is a defect of Headrace.", kind="worker-fault", retryable=True
+        f"{message}: {describe_error(error)}", hint="This is a defect of Headrace.", kind="worker-fault", retryable=True
     )

@@ -5,9 +5,9 @@
 * A reward between turns belongs to the last turn; before any turn, to the first.
 * A history edit starts a new segment. So does a prompt that does not extend the segment: a template may render earlier
   turns differently than they were sampled, for example without their thinking.
-* On truncation the agent's next observation is appended, unsampled, if all of it fits into the context. Otherwise it is
-  omitted: no policy could have seen it, and a part of it would be an observation that never existed. The same holds
-  for an observation that the renderer cannot render or append.
+* On truncation the agent's next observation is appended, unsampled, if all of it fits into the context and the renderer
+  can append it. Otherwise it is omitted: no policy could have seen it, and a part of it would be an observation that
+  never existed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace_workers.renderers import AssistantTurn, ConversationItem, CurrentS
 class NextPrompt(NamedTuple):
     """The prompt of an agent's next turn: the segment's tokens (none in a new segment), and the new part.
 
-    ``placeholders`` are those of the segment and, once the engine has seen the new images, theirs. ``image_token``:
-    the single token of each image in a prompt that is sent.
+    ``placeholders`` are those of the segment and, once the engine has processed the new images, theirs.
+    ``image_token``: the single token of each image in a prompt that is sent.
     """
 
-    standing: list[int]
+    segment_ids: list[int]
     prompt: Prompt
     placeholders: list[Placeholder]
     image_token: int | None
@@ -41,14 +41,14 @@ class NextPrompt(NamedTuple):
     def token_ids(self) -> list[int]:
         """The prompt to send."""
         if not self.placeholders:
-            return self.standing + self.prompt.new_ids
+            return self.segment_ids + self.prompt.new_ids
         sent: list[int] = []
         last = 0
         for item in self.placeholders:
-            sent += self.standing[last : item.start]
+            sent += self.segment_ids[last : item.start]
             sent.append(cast(int, self.image_token))
             last = item.end
-        return sent + self.standing[last:] + self.prompt.new_ids
+        return sent + self.segment_ids[last:] + self.prompt.new_ids
 
     @property
     def images(self) -> list[str]:
@@ -56,13 +56,13 @@ class NextPrompt(NamedTuple):
         return [*(item.asset for item in self.placeholders), *self.prompt.images]
 
     def checked(self) -> NextPrompt:
-        """Check the prompt and return it. Raises PolicyFailure ``stray-image-token``."""
+        """Check the image tokens and return the prompt. Raises PolicyFailure ``stray-image-token``."""
         images = self.images
         count = self.token_ids.count(cast(int, self.image_token)) if images else 0
         if count != len(images):
             raise PolicyFailure(
-                f"A prompt with {len(images)} images has {count} of the tokens that stand for one: the policy "
-                "sampled such a token, or a text contains it.",
+                f"A prompt with {len(images)} images has {count} image tokens: the policy sampled such a token, or a "
+                "text contains it.",
                 hint="Keep the token out of observations; with policy.structured_outputs the policy cannot sample it.",
                 kind="stray-image-token",
                 retryable=False,
@@ -71,12 +71,12 @@ class NextPrompt(NamedTuple):
 
     def as_seen(self, seen: SeenPrompt) -> NextPrompt:
         """The prompt with all tokens of its images, as the engine saw it. Raises PolicyFailure ``images-changed``."""
-        length, count = len(self.standing), len(self.placeholders)
+        length, count = len(self.segment_ids), len(self.placeholders)
         ranges = [(item.start, item.end) for item in self.placeholders]
-        if seen.token_ids[:length] != self.standing or seen.images[:count] != ranges:
+        if seen.token_ids[:length] != self.segment_ids or seen.images[:count] != ranges:
             raise PolicyFailure(
-                "The engine saw other tokens for images that it has seen before.",
-                hint="All servers of a policy must process images alike.",
+                "The engine used different tokens for images of an earlier prompt.",
+                hint="All servers of a policy must process images in the same way.",
                 kind="images-changed",
                 retryable=False,
             )
@@ -88,7 +88,7 @@ class NextPrompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        return len(self.standing) + len(self.prompt.new_ids)
+        return len(self.segment_ids) + len(self.prompt.new_ids)
 
 
 class TurnRecord(msgspec.Struct, kw_only=True):
@@ -164,7 +164,8 @@ class SegmentRecord(msgspec.Struct):
 
 
 class AgentTrack:
-    """The segments of one agent of one episode. ``sampling`` has the episode's own seed; ``tools``: of its policy."""
+    """The segments of one agent of one episode. ``sampling`` has the episode's seed; ``tools``: the functions that the
+    policy may call."""
 
     def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer, tools: Tools = ()) -> None:
         self.agent = agent
@@ -176,7 +177,7 @@ class AgentTrack:
         self._conversation: list[ConversationItem] = []
         self._pending: list[Message] = []
         self._edited = False
-        self._answered = Prompt([])
+        self._last_prompt = Prompt([])
         self._early_reward = 0.0
         self._early_parts: dict[str, float] = {}
 
@@ -206,43 +207,43 @@ class AgentTrack:
             extension = self._extension()
             if extension is not None:
                 segment = self._segments[-1]
-                asked = NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
-                return asked.checked()
-        started = self._renderer.start([*self._conversation, *self._pending], self.tools)
-        return NextPrompt([], started, [], self._renderer.image_token_id).checked()
+                image_token = self._renderer.image_token_id
+                return NextPrompt(segment.tokens, extension, segment.placeholders, image_token).checked()
+        start = self._renderer.start([*self._conversation, *self._pending], self.tools)
+        return NextPrompt([], start, [], self._renderer.image_token_id).checked()
 
     def messages(self) -> list[Message]:
         """The messages of the next turn, for a server that renders them itself."""
-        said = [
+        conversation = [
             Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, AssistantTurn) else item
             for item in self._conversation
         ]
-        return said + self._pending
+        return conversation + self._pending
 
-    def rendered_as(self, asked: NextPrompt, rendered: list[int]) -> NextPrompt:
+    def rendered_as(self, next_prompt: NextPrompt, rendered: list[int]) -> NextPrompt:
         """The prompt of a turn that the server rendered: its ids extend the segment, or start a new one."""
-        standing = self._segments[-1].tokens if self._segments and not self._edited else []
-        if len(rendered) <= len(standing) or rendered[: len(standing)] != standing:
-            standing = []
-        return NextPrompt(standing, Prompt(rendered[len(standing) :], asked.prompt.text), [], None)
+        segment_ids = self._segments[-1].tokens if self._segments and not self._edited else []
+        if len(rendered) <= len(segment_ids) or rendered[: len(segment_ids)] != segment_ids:
+            segment_ids = []
+        return NextPrompt(segment_ids, Prompt(rendered[len(segment_ids) :], next_prompt.prompt.text), [], None)
 
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
-        turn_start, note = segment.turns[-1].start, self._answered.text
-        standing = CurrentSegment(segment.tokens, turn_start, self._conversation, note, self.tools)
-        return self._renderer.extend(standing, self._pending)
+        turn_start, note = segment.turns[-1].start, self._last_prompt.text
+        current = CurrentSegment(segment.tokens, turn_start, self._conversation, note, self.tools)
+        return self._renderer.extend(current, self._pending)
 
-    def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
-        """Append a turn's prompt and its sample with the whole ``text``; sets the turn's span."""
-        if not asked.standing:
+    def commit(self, next_prompt: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
+        """Append a turn's prompt and its sample with the full ``text``; set the turn's span."""
+        if not next_prompt.segment_ids:
             self._segments.append(SegmentRecord())
             self._edited = False
         segment = self._segments[-1]
-        segment.append_unsampled(asked.prompt.new_ids)
-        segment.placeholders = asked.placeholders
+        segment.append_unsampled(next_prompt.prompt.new_ids)
+        segment.placeholders = next_prompt.placeholders
         segment.append_turn(sample, turn)
         segment.is_text = segment.is_text or sample.text is not None
-        self._answered = asked.prompt
+        self._last_prompt = next_prompt.prompt
         self._conversation += self._pending
         self._conversation.append(AssistantTurn(sample.token_ids, text))
         self._pending.clear()
@@ -269,8 +270,8 @@ class AgentTrack:
             last.truncated = (last.truncated or truncated) and not last.terminated
 
     def append_unseen(self, max_context_tokens: int) -> None:
-        """Append the agent's next observation, unsampled, if it fits. After a history edit there is none to append
-        to."""
+        """Append the agent's next observation, unsampled, if it fits; not after a history edit, which ended the
+        segment."""
         last = self.last_turn
         if last is None or last.terminated or self._edited or not self._pending:
             return
@@ -278,7 +279,7 @@ class AgentTrack:
         try:
             unseen = self._extension()
         except EpisodeFailure:
-            return  # such as an image without text, which no policy could have seen either
+            return  # such as an image without text, which a policy could not have seen either
         if unseen is None or len(segment.tokens) + len(unseen.new_ids) > max_context_tokens:
             return
         if unseen.images:

@@ -34,14 +34,14 @@ class WorkerContext:
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on a thread, and raise what it raises."""
         try:
-            ran = await self._threads.run(lambda: function(*arguments), self._timeout_s)
+            outcome = await self._threads.run(lambda: function(*arguments), self._timeout_s)
         except (CallAbandonedError, asyncio.CancelledError):
             self.hangs = True
             raise
-        self._waited_s += ran.waiting_s
-        if ran.error is not None:
-            raise ran.error
-        return cast(T, ran.result)
+        self._waited_s += outcome.waiting_s
+        if outcome.error is not None:
+            raise outcome.error
+        return cast(T, outcome.result)
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
         """Call a function in a separate process. Raises LimitExceeded, EnvironmentFailure."""

@@ -1,8 +1,8 @@
 """The policy interface: prompt token ids in, sampled token ids and their logprobs out.
 
 * Every try has a unique id: episode, attempt, turn and try are part of it.
-* Sampled ids and logprobs are taken as the engine returned them, or refused; never repaired.
-* Each fault of a sample has its own failure kind and names its position.
+* Sampled ids and logprobs are used as the engine returned them, or refused; they are never repaired.
+* Each fault of a sample has its own failure kind, and its position in the message.
 * Version runs cover the whole sample, in order.
 """
 
@@ -37,16 +37,16 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request to sample one turn.
 
     ``id`` names the turn (``episode-attempt-turn``); the sender appends the number of the try.
-    ``group`` and ``episode`` identify the episode: a router keeps both where their prefix is cached.
+    ``group`` and ``episode`` identify the episode: a router keeps both at the server that caches their prefix.
     ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` and ``tools`` (JSON schemas of functions, in the
     form of OpenAI's) are the same prompt for a server that renders it itself.
     ``images``: the images of the prompt, in order, each with one token in it.
-    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``sampling_spec`` and ``policy_spec`` are the
-    run's: the policy client reads from them what it alone uses.
-    ``timeout_s`` bounds the whole call, including retries; pauses for new weights do not count.
+    ``sampling`` has this turn's own seed; temperature 0 is greedy. ``sampling_spec`` and ``policy_spec`` are the run's,
+    for settings that only the policy client uses.
+    ``timeout_s`` limits the whole call, including retries; pauses for new weights do not count.
     ``adapter``: the trained adapter of the run, which samples this turn in the version that the server has; ``model``
     is then its base. ``frozen``: whether ``model`` is a frozen adapter.
-    ``text_will_do``: the turn is not trained on, so a server that returns no token ids is good enough.
+    ``accepts_text``: the turn is not trained on, so a server may return text instead of token ids.
     """
 
     id: str
@@ -65,7 +65,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     images: Sequence[AssetData] = ()
     sampling_spec: SamplingSpec = SamplingSpec()
     policy_spec: PolicySpec = PolicySpec()
-    text_will_do: bool = False
+    accepts_text: bool = False
     adapter: str = ""
     frozen: bool = False
 
@@ -86,8 +86,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     (``part_seed``). ``prompt``: the ids that the engine saw, if it rendered the messages itself.
     ``seen``: a prompt with images, including all tokens of each image.
     ``text``: the answer of a server that returns no ids; the arrays are then empty.
-    ``servers``: the servers that were asked, in order, including failed tries. ``waiting_s``: the part of the call
-    without sampling (pauses for new weights, backoff, no server available); ``paused_s``: the pauses alone.
+    ``servers``: the servers of all tries, in order, including failed ones. ``waiting_s``: the part of the call without
+    sampling (pauses for new weights, backoff, no server available); ``paused_s``: only the pauses.
     """
 
     token_ids: Sequence[int]
@@ -116,8 +116,8 @@ class Policy(Protocol):
     """Samples turns."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Sample one turn. Raises PolicyFailure; its ``extra["servers"]`` lists the servers asked, as in ``Sample``.
-        Cancelling the call aborts it at the engine."""
+        """Sample one turn. Raises PolicyFailure, with the servers of all tries in ``extra["servers"]``. Cancelling the
+        call aborts it at the engine."""
         ...
 
 
@@ -127,7 +127,7 @@ class PolicySource(Protocol):
     def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
         """The policy that these servers serve. Raises PolicyFailure ``no-endpoint``.
 
-        ``run``: the run that the servers belong to, if the orchestrator manages them; its list precedes ``endpoints``.
+        ``run``: the run of the servers, if the orchestrator manages them; then its list replaces ``endpoints``.
         """
         ...
 
@@ -146,8 +146,8 @@ class PolicySource(Protocol):
 
 
 def part_seed(seed: int | None, part: int) -> int | None:
-    """The seed of a part of an interrupted turn, 63 bits; part 0 has the turn's own. If the parts shared a seed, an
-    engine would draw the first tokens of each with the same random numbers."""
+    """The seed of a part of an interrupted turn, 63 bits; part 0 has the turn's own seed. With a common seed, an engine
+    would draw the first tokens of each part with the same random numbers."""
     if seed is None or part == 0:
         return seed
     packed = _TWO_SEEDS.pack(seed & _WORD, part)
@@ -173,7 +173,7 @@ def check_sample(sample: Sample, vocab_size: int, max_tokens: int) -> None:
         )
     if len(sample.logprobs) != count:
         kind = "logprobs-too-few" if len(sample.logprobs) < count else "logprobs-too-many"
-        raise _broken(kind, f"The policy gave {count} token ids but {len(sample.logprobs)} logprobs.")
+        raise _broken(kind, f"The policy returned {count} token ids but {len(sample.logprobs)} logprobs.")
     if min(sample.token_ids) < 0 or max(sample.token_ids) >= vocab_size:
         _refuse_token(sample.token_ids, vocab_size)
     if not _in_range(sample.logprobs):
@@ -210,7 +210,7 @@ def _refuse_logprob(logprobs: Sequence[float | None]) -> None:
         if value > 0:
             raise _broken("logprob-positive", f"The logprob {where} is {value}, above 0.")
         if value < LOWEST_LOGPROB:
-            raise _broken("logprob-out-of-range", f"The logprob {where} is {value}, below what a float32 can hold.")
+            raise _broken("logprob-out-of-range", f"The logprob {where} is {value}, below the range of float32.")
 
 
 def _check_versions(versions: Sequence[VersionRun], count: int) -> None:
@@ -225,5 +225,5 @@ def _check_versions(versions: Sequence[VersionRun], count: int) -> None:
 
 def _broken(kind: str, detail: str) -> PolicyFailure:
     return PolicyFailure(
-        detail, hint="The whole sample is refused; none of it is stored or repaired.", kind=kind, retryable=True
+        detail, hint="The whole sample is refused; no part of it is stored or repaired.", kind=kind, retryable=True
     )

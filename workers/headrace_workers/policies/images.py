@@ -1,8 +1,8 @@
 """Images of a prompt: their encoding for a policy server, and the check of the prompt that the engine saw.
 
 * An encoded image is sent as it is stored; an array of pixels is sent as a PNG, which is lossless.
-* A prompt is sent with one token for each image. The engine must have seen that prompt, with more tokens for the images
-  and no other difference.
+* A prompt is sent with one token for each image. The engine's prompt may have more tokens for the images, but no other
+  difference.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def seen_prompt(
     ``images-changed`` or ``prompt-changed``."""
     if token_ids is None or images is None:
         raise PolicyFailure(
-            "The answer does not say which tokens of the prompt are images.",
+            "The answer does not report which tokens of the prompt are images.",
             hint="The server must answer with `prompt_token_ids` and `mm_placeholders`, as vLLM's generate route does.",
             kind="placeholders-missing",
             retryable=False,
         )
     if len(images) != count:
         raise PolicyFailure(
-            f"{count} images were sent, but the engine saw {len(images)}.", kind="images-changed", retryable=False
+            f"{count} images were sent, but the engine reports {len(images)}.", kind="images-changed", retryable=False
         )
     collapsed: list[int] = []
     last = 0
@@ -73,8 +73,7 @@ def seen_prompt(
     collapsed += token_ids[last:]
     if collapsed != list(sent):
         raise PolicyFailure(
-            f"The engine saw a prompt of {len(token_ids)} tokens that differs from the sent one in "
-            "more than its image tokens.",
+            f"The engine's prompt of {len(token_ids)} tokens differs from the sent one in more than its image tokens.",
             kind="prompt-changed",
             retryable=False,
         )

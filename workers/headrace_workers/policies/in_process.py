@@ -1,7 +1,7 @@
 """A policy inside the worker's own process, for benchmarks and tests.
 
 * The object's ``sample`` may be a plain function or a coroutine function.
-* A worker started with one asks it for every endpoint.
+* A worker that is started with one uses it for every endpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class InProcessPolicy:
 
     async def sample(self, request: SampleRequest) -> Sample:
         sample = await self._sample(request)
-        if sample.text is None or not request.text_will_do:
+        if sample.text is None or not request.accepts_text:
             check_sample(sample, request.vocab_size, request.max_tokens)
         return sample
 
@@ -82,7 +82,7 @@ class InProcessPolicy:
 
 
 def load_in_process_policy(path: str) -> InProcessPolicy:
-    """Call ``module:factory`` without arguments. Raises SetupError if it does not exist or returns no policy."""
+    """Call ``module:factory`` without arguments. Raises SetupError if it does not exist or does not return a policy."""
     module, _, name = path.partition(":")
     try:
         factory = cast(Callable[[], Any], getattr(importlib.import_module(module), name))

@@ -25,7 +25,7 @@ class Deadline:
         await self._scope.__aenter__()
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
-        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        self._timer = self._loop.call_later(self._timeout_s, self._check)
         return self
 
     async def __aexit__(
@@ -34,11 +34,11 @@ class Deadline:
         self._timer.cancel()
         await self._scope.__aexit__(kind, error, trace)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         left_s = self._timeout_s + self._paused_s() - (now - self._started_at)
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._check)
         else:
             self.expired = True
             self._scope.reschedule(now)

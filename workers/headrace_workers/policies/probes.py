@@ -1,7 +1,7 @@
-"""Health probes of policy servers that are out or silent.
+"""Health probes of policy servers that are suspended or silent.
 
-* A server that is out is probed when it is due, and returns when it answers.
-* A server with open requests that has been silent for a while is probed. If two probes in a row fail, it is put out,
+* A suspended server is probed when its suspension ends, and returns when it answers.
+* A server with open requests that has been silent for a while is probed. If two probes in a row fail, it is suspended,
   and its requests move to other servers where possible.
 * No server is probed while no requests are sent.
 """
@@ -15,14 +15,14 @@ from typing import Any
 from headrace_workers.policies.router import ServerRouter
 from headrace_workers.policies.server_client import PolicyServerClient
 
-LOOK_S = 0.5
-"""Interval at which the prober looks for servers to probe."""
+INTERVAL_S = 0.5
+"""Interval at which the prober starts probes."""
 
 SILENT_S = 5.0
 """Silence after which a server with open requests is probed. Long answers take longer than this; a probe is cheap."""
 
-MISSES = 2
-"""Failed probes in a row that mean a frozen server. A busy server may miss one."""
+MAX_MISSES = 2
+"""Failed probes in a row after which a server counts as frozen. A busy server may fail one."""
 
 
 class ServerProber:
@@ -41,7 +41,7 @@ class ServerProber:
     def start(self) -> None:
         """Start the background task if it is not running."""
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._watch())
+            self._task = asyncio.get_running_loop().create_task(self._probe_forever())
 
     async def stop(self) -> None:
         """Stop the background task and all probes."""
@@ -50,33 +50,33 @@ class ServerProber:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        while any(server.open or server.out_until is not None for server in self._router.servers.values()):
-            self._look()
-            await asyncio.sleep(LOOK_S)
+    async def _probe_forever(self) -> None:
+        while any(server.open or server.suspended_until is not None for server in self._router.servers.values()):
+            self._start_probes()
+            await asyncio.sleep(INTERVAL_S)
 
-    def _look(self) -> None:
-        for address in self._router.due():
-            self._probe(address, self._ask_back)
+    def _start_probes(self) -> None:
+        for address in self._router.due_for_probe():
+            self._probe(address, self._probe_suspended)
         silent_since = self._clock() - SILENT_S
         for server in self._router.servers.values():
-            if server.open and server.out_until is None and server.heard_at < silent_since:
-                self._probe(server.address, self._ask_alive)
+            if server.open and server.suspended_until is None and server.heard_at < silent_since:
+                self._probe(server.address, self._probe_silent)
 
-    def _probe(self, address: str, ask: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    def _probe(self, address: str, probe: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         if address not in self._probes:
-            task = self._probes[address] = asyncio.get_running_loop().create_task(ask(address))
+            task = self._probes[address] = asyncio.get_running_loop().create_task(probe(address))
             task.add_done_callback(lambda _: self._probes.pop(address, None))
 
-    async def _ask_back(self, address: str) -> None:
-        """Probe a server that is out."""
+    async def _probe_suspended(self, address: str) -> None:
+        """Probe a suspended server."""
         server = self._server(address)
         problem = await server.problem()
         if not problem:
-            server.is_back()
+            server.forget_properties()
         self._router.probed(address, problem)
 
-    async def _ask_alive(self, address: str) -> None:
+    async def _probe_silent(self, address: str) -> None:
         """Probe a silent server."""
         server = self._server(address)
         problem = await server.problem()
@@ -85,7 +85,7 @@ class ServerProber:
             self._router.heard(address)
             return
         self._misses[address] = self._misses.get(address, 0) + 1
-        if self._misses[address] >= MISSES:
+        if self._misses[address] >= MAX_MISSES:
             del self._misses[address]
             self._router.silent(address, problem)
-            server.give_up("not-responding")
+            server.fail_open_requests("not-responding")

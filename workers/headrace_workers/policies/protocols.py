@@ -1,10 +1,10 @@
-"""The three protocols for sampling tokens, each as a request body and a reader of the answer.
+"""The three protocols for sampling tokens, each with an encoder of requests and a reader of answers.
 
 * ``generate`` and ``completions`` send the prompt as token ids; ``chat`` sends messages, and the server renders them.
 * A reader takes ids and logprobs unchanged; missing ones are None.
-* An answer that is not JSON, or has not exactly one choice, is ``unreadable-response``. NaN and infinities are read, so
-  that the check of the sample can name their position.
-* A logprob that vLLM had to invent reads as missing.
+* An answer that is not JSON, or does not have exactly one choice, is ``unreadable-response``. NaN and infinities are
+  read, so that the check of the sample can report their position.
+* A logprob that vLLM substituted for an infinite one counts as missing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from headrace.trajectory import Message
 from headrace.wire import policy_server
 from headrace_workers.policies.base import SampleRequest
 from headrace_workers.policies.images import data_url
-from headrace_workers.policies.server_errors import quoted
+from headrace_workers.policies.server_errors import quote
 
 ProtocolName = Literal["generate", "completions", "chat"]
 
 
 class AnswerChoice(NamedTuple):
-    """One choice of an answer, in the form shared by all protocols. ``prompt``: the ids that the server says it saw.
+    """One choice of an answer, in the form shared by all protocols. ``prompt``: the prompt ids that the server reports.
     ``spans``: the weights that sampled each range of tokens. ``images``: the ranges of the prompt that are images."""
 
     token_ids: list[int] | None
@@ -78,14 +78,14 @@ def _generate_body(request: SampleRequest) -> bytes:
 
 
 def _read_generate(body: bytes) -> AnswerChoice:
-    answer = _decoded(_generate_answer, body)
-    choice = _only(answer.choices)
+    answer = _decode(_generate_answer, body)
+    choice = _single_choice(answer.choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.content
     if logprobs is not None and choice.token_ids is not None:
         _check_same_tokens(choice.token_ids, logprobs)
     return AnswerChoice(
         token_ids=choice.token_ids,
-        logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
+        logprobs=None if logprobs is None else _without_substitutes([item.logprob for item in logprobs]),
         finish_reason=choice.finish_reason or "",
         spans=choice.weight_versions,
         prompt=answer.prompt_token_ids,
@@ -118,11 +118,11 @@ def _completion_body(request: SampleRequest) -> bytes:
 
 
 def _read_completion(body: bytes) -> AnswerChoice:
-    choice = _only(_decoded(_completion_answer, body).choices)
+    choice = _single_choice(_decode(_completion_answer, body).choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
     return AnswerChoice(
         token_ids=choice.token_ids,
-        logprobs=None if logprobs is None else _known(logprobs),
+        logprobs=None if logprobs is None else _without_substitutes(logprobs),
         finish_reason=choice.finish_reason or "",
         spans=choice.weight_versions,
         prompt=choice.prompt_token_ids,
@@ -131,8 +131,10 @@ def _read_completion(body: bytes) -> AnswerChoice:
 
 
 def _chat_body(request: SampleRequest) -> bytes:
-    sampling, wanted = request.sampling, request.sampling_spec.structured_outputs
-    schema = wanted["json"] if wanted is not None and wanted.keys() == {"json"} else None
+    sampling, structured_outputs = request.sampling, request.sampling_spec.structured_outputs
+    schema = None
+    if structured_outputs is not None and structured_outputs.keys() == {"json"}:
+        schema = structured_outputs["json"]
     return _encode(
         policy_server.ChatRequest(
             model=request.model,
@@ -145,11 +147,11 @@ def _chat_body(request: SampleRequest) -> bytes:
             stop_token_ids=request.stop_token_ids,
             logprobs=True,
             return_token_ids=True,
-            # OpenAI's own field, where it can express the schema.
+            # OpenAI's own field, if it can express the schema.
             response_format=None
             if schema is None
             else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
-            structured_outputs=wanted if schema is None else None,
+            structured_outputs=structured_outputs if schema is None else None,
             tools=request.tools,
             tool_choice="none" if request.tools else None,
         )
@@ -164,12 +166,12 @@ def _chat_message(message: Message) -> policy_server.ChatMessage:
 
 
 def _read_chat(body: bytes) -> AnswerChoice:
-    answer = _decoded(_chat_answer, body)
-    choice = _only(answer.choices)
+    answer = _decode(_chat_answer, body)
+    choice = _single_choice(answer.choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.content
     return AnswerChoice(
         token_ids=choice.token_ids,
-        logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
+        logprobs=None if logprobs is None else _without_substitutes([item.logprob for item in logprobs]),
         finish_reason=choice.finish_reason or "",
         spans=choice.weight_versions,
         prompt=answer.prompt_token_ids,
@@ -187,8 +189,8 @@ PROTOCOLS: dict[ProtocolName, SamplingProtocol] = {
 }
 
 
-def _known(logprobs: list[float | None]) -> list[float | None]:
-    """Logprobs with None for those that the engine invented."""
+def _without_substitutes(logprobs: list[float | None]) -> list[float | None]:
+    """Replace logprobs that vLLM substituted for infinite ones by None."""
     if policy_server.CLAMPED_LOGPROB not in logprobs:
         return logprobs
     return [None if value == policy_server.CLAMPED_LOGPROB else value for value in logprobs]
@@ -206,26 +208,26 @@ def _check_same_tokens(token_ids: list[int], logprobs: Sequence[policy_server.To
             )
 
 
-def _only(choices: list[T]) -> T:
+def _single_choice(choices: list[T]) -> T:
     if len(choices) != 1:
         raise PolicyFailure(
-            f"The answer holds {len(choices)} choices, not one.", kind="unreadable-response", retryable=True
+            f"The answer has {len(choices)} choices, not one.", kind="unreadable-response", retryable=True
         )
     return choices[0]
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return lenient(body, decoder.type, error)
+        return decode_leniently(body, decoder.type, error)
 
 
-def lenient(body: bytes, kind: type[T], first_error: Exception) -> T:
-    """Read an answer that strict JSON refuses for NaN or Infinity. Raises PolicyFailure ``unreadable-response``."""
+def decode_leniently(body: bytes, kind: type[T], first_error: Exception) -> T:
+    """Decode an answer that may contain NaN or Infinity. Raises PolicyFailure ``unreadable-response``."""
     try:
         return msgspec.convert(json.loads(body), kind)
     except (ValueError, msgspec.ValidationError, RecursionError):
         raise PolicyFailure(
-            f"The answer cannot be read ({first_error}): {quoted(body)}", kind="unreadable-response", retryable=True
+            f"The answer cannot be read ({first_error}): {quote(body)}", kind="unreadable-response", retryable=True
         ) from first_error

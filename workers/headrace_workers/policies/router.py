@@ -1,10 +1,11 @@
 """The choice of the policy server for each request: a pure core, with the clock passed in.
 
-* A server that is out gets no request while another is in; when all are out, the one due back first is asked.
-* An episode stays on its server, and a group on its first episode's, unless that server has more than its share.
-* Otherwise the server with the fewest open requests takes it, so none has more than ``OVERLOAD`` times its share.
-* A server is put out after several failures in a row, or at once if it cannot be reached, each time for longer.
-* A server that is out returns when a request or a probe succeeds; one more failure then puts it out again.
+* A suspended server gets no request while another is available; if all are suspended, the one whose suspension ends
+  first is used.
+* An episode stays at its server, and a group at its first episode's, unless that server has more than its share.
+* Otherwise the server with the fewest open requests is used, so none has more than ``OVERLOAD`` times its share.
+* A server is suspended after several failures in a row, or at once if it cannot be reached, each time for longer.
+* A suspended server returns when a request or a probe succeeds; one more failure then suspends it again.
 
 ``sent`` opens a request at a server; exactly one of ``answered``, ``failed`` and ``released`` closes it.
 """
@@ -22,31 +23,32 @@ OVERLOAD = 1.5
 Computing a prefix again costs less than waiting behind half as many requests again."""
 
 FAILURES_IN_A_ROW = 3
-"""Failures in a row that put a server out. A single one may be the request's own fault or bad luck."""
+"""Failures in a row after which a server is suspended. A single one may be caused by the request or by chance."""
 
-FIRST_OUT_S = 1.0
-"""Time that a server is out the first time; it doubles."""
+FIRST_SUSPENSION_S = 1.0
+"""Duration of the first suspension; it doubles each time."""
 
-LONGEST_OUT_S = 60.0
-"""Longest time that a server is out. One that loads a large model returns within minutes; a probe a minute is cheap."""
+LONGEST_SUSPENSION_S = 60.0
+"""Longest suspension. A server that loads a large model returns within minutes; a probe per minute is cheap."""
 
 MAX_HOMES = 1 << 16
-"""Most episodes and groups whose server is remembered; the least recent are forgotten and lose a cached prefix."""
+"""Limit on episodes and groups whose server is remembered; the least recent are forgotten and lose a cached prefix."""
 
 
 @dataclass(slots=True)
 class ServerRecord:
-    """The router's state of one server. ``out_until`` None: it is in. ``row``: failures in a row. ``outs``: times
-    that it was put out since its last answer. ``heard_at``: its last answer, or a request while it was idle."""
+    """The router's state of one server. ``suspended_until``: None while it is available. ``failures_in_a_row`` and
+    ``suspensions`` count since its last answer. ``heard_at``: time of its last answer, or of a request while it was
+    idle."""
 
     address: str
     open: int = 0
     requests: int = 0
     failures: int = 0
-    row: int = 0
-    outs: int = 0
+    failures_in_a_row: int = 0
+    suspensions: int = 0
     heard_at: float = 0.0
-    out_until: float | None = None
+    suspended_until: float | None = None
     reason: str = ""
 
 
@@ -65,9 +67,9 @@ class ServerRouter:
             record = self.servers[address] = ServerRecord(address)
         return record
 
-    def is_in(self, address: str) -> bool:
-        """Return whether the server takes requests."""
-        return self.server(address).out_until is None
+    def is_available(self, address: str) -> bool:
+        """Return True unless the server is suspended."""
+        return self.server(address).suspended_until is None
 
     def choose(self, pool: Sequence[str], *, policy: str, group: str, episode: str) -> str | None:
         """The server of ``pool`` for the next request of an episode; None if the pool is empty.
@@ -77,28 +79,32 @@ class ServerRouter:
         if len(pool) == 1:
             return pool[0]
         candidates = [self.server(address) for address in pool]
-        inside = [server for server in candidates if server.out_until is None]
-        if not inside:
-            return min(candidates, key=lambda server: (server.out_until, server.open)).address if candidates else None
-        chosen = self._home(inside, (policy, episode), (policy, group)) or min(
-            inside, key=lambda server: (server.open, _rank(group, server.address))
+        available = [server for server in candidates if server.suspended_until is None]
+        if not available:
+            return (
+                min(candidates, key=lambda server: (server.suspended_until, server.open)).address
+                if candidates
+                else None
+            )
+        chosen = self._home(available, (policy, episode), (policy, group)) or min(
+            available, key=lambda server: (server.open, _rank(group, server.address))
         )
-        self._settle((policy, episode), chosen.address)
+        self._set_home((policy, episode), chosen.address)
         if (policy, group) not in self._homes:
-            self._settle((policy, group), chosen.address)
+            self._set_home((policy, group), chosen.address)
         return chosen.address
 
-    def _home(self, inside: list[ServerRecord], *keys: tuple[str, str]) -> ServerRecord | None:
-        share = share_of(sum(server.open for server in inside), len(inside))
+    def _home(self, available: list[ServerRecord], *keys: tuple[str, str]) -> ServerRecord | None:
+        share = share_of(sum(server.open for server in available), len(available))
         for key in keys:
             home = self._homes.get(key)
-            for server in inside:
+            for server in available:
                 if server.address == home and server.open < share:
                     self._homes.move_to_end(key)
                     return server
         return None
 
-    def _settle(self, key: tuple[str, str], address: str) -> None:
+    def _set_home(self, key: tuple[str, str], address: str) -> None:
         self._homes[key] = address
         if len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)
@@ -118,8 +124,8 @@ class ServerRouter:
         server = self.server(address)
         server.open -= 1
         server.heard_at = self._clock()
-        server.row = server.outs = 0
-        server.out_until = None
+        server.failures_in_a_row = server.suspensions = 0
+        server.suspended_until = None
         server.reason = ""
 
     def released(self, address: str) -> None:
@@ -127,23 +133,23 @@ class ServerRouter:
         self.server(address).open -= 1
 
     def failed(self, address: str, reason: str, *, at_once: bool = False) -> None:
-        """Record a failure of the server. ``at_once``: put it out immediately."""
+        """Record a failure of the server. ``at_once``: suspend it immediately."""
         server = self.server(address)
         server.open -= 1
         server.failures += 1
-        server.row += 1
-        if server.out_until is None and (at_once or server.row >= FAILURES_IN_A_ROW):
-            self._put_out(server, reason)
+        server.failures_in_a_row += 1
+        if server.suspended_until is None and (at_once or server.failures_in_a_row >= FAILURES_IN_A_ROW):
+            self._suspend(server, reason)
 
     # Probes
 
-    def due(self) -> list[str]:
-        """The servers that are out and due for a probe."""
+    def due_for_probe(self) -> list[str]:
+        """The suspended servers that are due for a probe."""
         now = self._clock()
         return [
             server.address
             for server in self.servers.values()
-            if server.out_until is not None and server.out_until <= now
+            if server.suspended_until is not None and server.suspended_until <= now
         ]
 
     def heard(self, address: str) -> None:
@@ -153,33 +159,35 @@ class ServerRouter:
     def silent(self, address: str, problem: str) -> None:
         """Record a failed probe of a server with open requests."""
         server = self.server(address)
-        if server.out_until is None:
-            self._put_out(server, problem)
+        if server.suspended_until is None:
+            self._suspend(server, problem)
 
     def probed(self, address: str, problem: str) -> None:
-        """Record the result of probing a server that is out; empty means healthy."""
+        """Record the result of probing a suspended server; an empty ``problem`` means healthy."""
         server = self.servers.get(address)
         if server is None:
-            return  # the server was forgotten meanwhile
+            return  # the server was removed meanwhile
         if problem:
-            self._put_out(server, problem)
-        elif server.out_until is not None:
-            server.out_until = None
-            server.row = FAILURES_IN_A_ROW - 1
+            self._suspend(server, problem)
+        elif server.suspended_until is not None:
+            server.suspended_until = None
+            server.failures_in_a_row = FAILURES_IN_A_ROW - 1
 
-    def forget(self, keep: Collection[str]) -> None:
-        """Forget all servers without open requests except these."""
+    def forget_except(self, keep: Collection[str]) -> None:
+        """Remove all servers without open requests except these."""
         for address in [name for name, server in self.servers.items() if not server.open and name not in keep]:
             del self.servers[address]
 
-    def _put_out(self, server: ServerRecord, reason: str) -> None:
-        server.outs += 1
-        server.out_until = self._clock() + min(LONGEST_OUT_S, FIRST_OUT_S * 2.0 ** min(server.outs - 1, 16))
+    def _suspend(self, server: ServerRecord, reason: str) -> None:
+        server.suspensions += 1
+        server.suspended_until = self._clock() + min(
+            LONGEST_SUSPENSION_S, FIRST_SUSPENSION_S * 2.0 ** min(server.suspensions - 1, 16)
+        )
         server.reason = reason
 
 
 def share_of(open_requests: int, servers: int) -> int:
-    """Most open requests of a server that still gets one more because of its cached prefix."""
+    """Limit on open requests of a server that gets another one because of its cached prefix."""
     return math.ceil(OVERLOAD * (open_requests + 1) / servers)
 
 

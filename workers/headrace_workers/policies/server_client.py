@@ -2,11 +2,11 @@
 
 * A request is sent once; the caller decides about retries.
 * Token ids are required, unless the request accepts text.
-* Each way a request can fail has its own failure kind, and says whether another try could help.
+* Each cause of failure has its own failure kind, which determines whether another try could help.
 * Cancelling a call closes its connection and aborts the request by its id, so that the engine stops.
 * The server's protocol and models are determined once, by requests that sample nothing.
-* An answer that states the weights of each token is trusted; otherwise the versions that the server confirms before and
-  after the call bracket it.
+* An answer that reports the weights of each token is trusted; otherwise the versions that the server confirms before
+  and after the call bracket it.
 * Redirects are not followed.
 """
 
@@ -28,7 +28,7 @@ from headrace.wire import policy_server
 from headrace.wire.prompt_logprobs import prompt_logprobs_request, read_prompt_logprobs, version_changed_failure
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.images import seen_prompt
-from headrace_workers.policies.protocols import PROTOCOLS, AnswerChoice, SamplingProtocol, lenient
+from headrace_workers.policies.protocols import PROTOCOLS, AnswerChoice, SamplingProtocol, decode_leniently
 from headrace_workers.policies.server_errors import context_overflow, refusal
 from headrace_workers.policies.version_confirmation import Confirmations, confirmed_name, read_version
 
@@ -39,15 +39,15 @@ PROBE_TIMEOUT_S = 5.0
 """Deadline of one health probe. A busy server answers late, a frozen one never."""
 
 SHUTDOWN_S = 1.0
-"""Time that closing waits for aborts under way."""
+"""Longest wait for pending aborts in ``close``."""
 
 NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
 """Failure kinds without any answer: the same server may be asked again."""
 
-NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
-"""Failure kinds caused by the request: another server would answer the same."""
+REQUEST_FAULTS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
+"""Failure kinds caused by the request: another server would give the same answer."""
 
-NOT_ITS_HEALTH = frozenset(
+HEALTHY_FAILURES = frozenset(
     {
         "rate-limited",
         "unknown-model",
@@ -57,16 +57,16 @@ NOT_ITS_HEALTH = frozenset(
         "server-ejected",
     }
 )
-"""Failure kinds that another try may cure and that do not count against the server."""
+"""Failure kinds for which another try may help, and which do not count as failures of the server."""
 
-GivenUp = Literal["not-responding", "server-ejected"]
-"""Failure kinds of requests that were moved off a server. An ejected server may hold them back for ever."""
+MoveReason = Literal["not-responding", "server-ejected"]
+"""Failure kinds of requests that move to another server. An ejected server may never answer them."""
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Longest answer that is read; the logprobs of a million tokens fit. An endless answer would fill the memory within
+"""Limit on the size of an answer: the logprobs of a million tokens fit. An endless answer would fill the memory within
 its deadline."""
 
-_WHY: dict[GivenUp, str] = {
+_MOVE_REASONS: dict[MoveReason, str] = {
     "not-responding": "does not answer, not even a health probe",
     "server-ejected": "was ejected, and it is unknown when it returns",
 }
@@ -85,40 +85,40 @@ class PolicyServerClient:
         self.address = address
         self._confirmations = Confirmations(self._weight_name, clock)
         self._answers_carry_versions = False
-        self._meeting: asyncio.Task[None] | None = None
-        self._best: SamplingProtocol | None = None
-        self._longest: dict[str, int] = {}
+        self._discovery: asyncio.Task[None] | None = None
+        self._best_protocol: SamplingProtocol | None = None
+        self._context_lengths: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
-        self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
+        self._move_failures: dict[asyncio.Timeout, PolicyFailure] = {}
         self._aborts: set[asyncio.Task[ClientResponse]] = set()
 
     async def sample(
-        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
+        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, can_move: Callable[[], bool], run: str
     ) -> Sample:
         """Sample one turn, or a part of it. Raises PolicyFailure; ``finish_reason`` may be ``engine.ABORTED``.
 
-        ``movable``: whether another server could take the request. ``run``: the run whose weights are required; empty
-        for any.
+        ``can_move`` returns True if another server could take the request. ``run``: the run whose weights are required;
+        empty for any.
         """
-        if self._best is None:
-            await self._meet()
-        way = PROTOCOLS[protocol] if protocol != "auto" else self._best
-        assert way is not None
-        if request.images and way.name != "generate":
+        if self._best_protocol is None:
+            await self._discover_once()
+        used = PROTOCOLS[protocol] if protocol != "auto" else self._best_protocol
+        assert used is not None
+        if request.images and used.name != "generate":
             raise _no_images(self.address)
-        request = self._fitted(request)
+        request = self._fit_to_context(request)
         before = await self._version_before(request)
         try:
-            answer = await self._post(way.path, way.body(request), request_id, movable)
+            answer = await self._post(used.path, used.body(request), request_id, can_move)
         except BaseException as error:
-            if way.name == "generate" and not isinstance(error, PolicyFailure):
+            if used.name == "generate" and not isinstance(error, PolicyFailure):
                 self._abort(request_id)
             raise
         if answer.status != 200:
             raise await self._refused(answer)
-        choice = way.read(answer.body)
-        prompt = self._check_prompt(choice, request, way)
-        if choice.token_ids is None or (way.name == "chat" and prompt is None):
+        choice = used.read(answer.body)
+        prompt = self._check_prompt(choice, request, used)
+        if choice.token_ids is None or (used.name == "chat" and prompt is None):
             return self._text_sample(choice, request)
         if choice.logprobs is None:
             raise _no_logprobs(self.address)
@@ -134,7 +134,8 @@ class PolicyServerClient:
         )
 
     async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
-        """Logprobs f32[n] of the tokens under the one version that the server held. Raises PolicyFailure."""
+        """Logprobs f32[n] of the tokens under the version of the server, which must not change meanwhile. Raises
+        PolicyFailure."""
         before = await self._confirmations.before()
         body = prompt_logprobs_request(request.model, request.token_ids)
         answer = await self._post(policy_server.COMPLETIONS, body, request_id, lambda: True)
@@ -146,11 +147,11 @@ class PolicyServerClient:
             raise version_changed_failure(self.address, before, after)
         return scores
 
-    def give_up(self, kind: GivenUp) -> None:
-        """Fail the open requests that could go to another server, with this failure kind."""
-        why = _WHY[kind]
-        for scope in [scope for scope, movable in self._open.items() if movable()]:
-            self._given_up[scope] = PolicyFailure(f"{self.address} {why}.", kind=kind, retryable=True)
+    def fail_open_requests(self, kind: MoveReason) -> None:
+        """Fail the open requests that could move to another server, with this failure kind."""
+        reason = _MOVE_REASONS[kind]
+        for scope in [scope for scope, can_move in self._open.items() if can_move()]:
+            self._move_failures[scope] = PolicyFailure(f"{self.address} {reason}.", kind=kind, retryable=True)
             scope.reschedule(asyncio.get_running_loop().time())
 
     def _abort(self, request_id: str) -> None:
@@ -161,12 +162,12 @@ class PolicyServerClient:
             self._ask("POST", policy_server.ABORT_REQUESTS, PROBE_TIMEOUT_S, body=body)
         )
         self._aborts.add(task)
-        task.add_done_callback(self._aborted)
+        task.add_done_callback(self._abort_done)
 
-    def _aborted(self, task: asyncio.Task[ClientResponse]) -> None:
+    def _abort_done(self, task: asyncio.Task[ClientResponse]) -> None:
         self._aborts.discard(task)
         if not task.cancelled():
-            task.exception()  # a server that cannot be told is found out by those who still want something of it
+            task.exception()  # ignored: other requests to the server report its failure
 
     async def close(self) -> None:
         """Wait for pending aborts, and close all connections."""
@@ -181,54 +182,58 @@ class PolicyServerClient:
         self._connections.abort()
 
     async def problem(self) -> str:
-        """Probe the server's health: the problem found, empty if it is healthy."""
+        """Probe the server's health; return the problem, or an empty text if it is healthy."""
         try:
             answer = await self._get(policy_server.HEALTH, PROBE_TIMEOUT_S)
         except PolicyFailure as failure:
             return str(failure)
-        # A server without a health route is alive, too.
+        # A server without a health route also counts as healthy.
         return "" if answer.status < 500 else str(refusal(f"{self.address}{policy_server.HEALTH}", *answer))
 
-    def is_back(self) -> None:
-        """Forget the server's properties: it was away, and may now be another server."""
-        self._best = None
-        self._longest = {}
+    def forget_properties(self) -> None:
+        """Forget the server's protocol and models: another server may have replaced it."""
+        self._best_protocol = None
+        self._context_lengths = {}
         self._answers_carry_versions = False
 
     # One answer
 
-    def _fitted(self, request: SampleRequest) -> SampleRequest:
+    def _fit_to_context(self, request: SampleRequest) -> SampleRequest:
         """Reduce the request's tokens to the room left in the server's context."""
         # An adapter that was loaded later has the context length of its base model.
-        longest = self._longest.get(request.model, min(self._longest.values(), default=None))
-        if longest is None:
+        context_length = self._context_lengths.get(request.model, min(self._context_lengths.values(), default=None))
+        if context_length is None:
             return request
-        room = longest - len(request.prompt)
+        room = context_length - len(request.prompt)
         if room < 1:
-            raise context_overflow(f"The prompt of {len(request.prompt)} tokens fills the {longest} of {self.address}.")
+            raise context_overflow(
+                f"The prompt of {len(request.prompt)} tokens fills the context of {self.address} ({context_length})."
+            )
         return request if request.max_tokens <= room else msgspec.structs.replace(request, max_tokens=room)
 
-    def _check_prompt(self, choice: AnswerChoice, request: SampleRequest, way: SamplingProtocol) -> list[int] | None:
-        """The prompt if the server rendered it itself. Raises PolicyFailure if it saw another one than was sent."""
-        if way.name == "chat":
+    def _check_prompt(
+        self, choice: AnswerChoice, request: SampleRequest, protocol: SamplingProtocol
+    ) -> list[int] | None:
+        """The prompt, if the server rendered it itself. Raises PolicyFailure if it differs from the sent one."""
+        if protocol.name == "chat":
             return choice.prompt
         if request.images:
-            return None  # the engine saw more tokens than were sent; `seen_prompt` compares the prompts
+            return None  # the engine's prompt has more tokens; `seen_prompt` compares the prompts
         if choice.prompt is not None and choice.prompt != list(request.prompt):
             raise PolicyFailure(
-                f"The engine saw a prompt of {len(choice.prompt)} tokens that differs from the "
-                f"sent one of {len(request.prompt)}.",
+                f"The engine's prompt of {len(choice.prompt)} tokens differs from the sent one of "
+                f"{len(request.prompt)}.",
                 kind="prompt-changed",
                 retryable=False,
             )
         return None
 
     def _text_sample(self, choice: AnswerChoice, request: SampleRequest) -> Sample:
-        if not (request.text_will_do and choice.text):
+        if not (request.accepts_text and choice.text):
             raise PolicyFailure(
                 f"{self.address} answered with text but without token ids. Text is never tokenized again.",
-                hint="For training the server must return token ids: it needs to know `return_token_ids` (vLLM 0.10.2 "
-                "or later). Evaluations do without.",
+                hint="For training the server must return token ids, with `return_token_ids` (vLLM 0.10.2 or later). "
+                "Evaluations need none.",
                 kind="no-token-ids",
                 retryable=False,
             )
@@ -237,13 +242,13 @@ class PolicyServerClient:
     # Versions
 
     async def _version_before(self, request: SampleRequest) -> str | PolicyFailure:
-        known = self._confirmations.known
-        if known is not None and self._answers_carry_versions:
-            return known
+        last_name = self._confirmations.last_name
+        if last_name is not None and self._answers_carry_versions:
+            return last_name
         try:
             return await self._confirmations.before()
         except PolicyFailure as failure:
-            if request.text_will_do and failure.kind == "request-refused":
+            if request.accepts_text and failure.kind == "request-refused":
                 return failure  # a server without versions may still answer with text
             raise
 
@@ -272,42 +277,42 @@ class PolicyServerClient:
         try:
             return confirmed_name(_decode_weight_info(answer.body).weight_version)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return confirmed_name(lenient(answer.body, policy_server.WeightInfo, error).weight_version)
+            return confirmed_name(decode_leniently(answer.body, policy_server.WeightInfo, error).weight_version)
 
     # Properties of the server
 
-    async def _meet(self) -> None:
-        if self._meeting is None:
-            self._meeting = asyncio.get_running_loop().create_task(self._find_out())
-            self._meeting.add_done_callback(self._met)
-        await asyncio.shield(self._meeting)
+    async def _discover_once(self) -> None:
+        if self._discovery is None:
+            self._discovery = asyncio.get_running_loop().create_task(self._discover())
+            self._discovery.add_done_callback(self._discovered)
+        await asyncio.shield(self._discovery)
 
-    def _met(self, task: asyncio.Task[None]) -> None:
-        self._meeting = None
+    def _discovered(self, task: asyncio.Task[None]) -> None:
+        self._discovery = None
         if not task.cancelled():
-            task.exception()  # the waiting callers have it, if there are any
+            task.exception()  # raised in the waiting callers, if any
 
-    async def _find_out(self) -> None:
+    async def _discover(self) -> None:
         for card in (await self._models()).data:
             if card.max_model_len is not None:
-                self._longest[card.id] = card.max_model_len
+                self._context_lengths[card.id] = card.max_model_len
         # An empty request samples nothing. An existing route answers that it is invalid; vLLM answers 403 if disabled.
-        if await self._status_of_nothing(policy_server.GENERATE) in (400, 422):
-            self._best = PROTOCOLS["generate"]
+        if await self._status_of_empty_request(policy_server.GENERATE) in (400, 422):
+            self._best_protocol = PROTOCOLS["generate"]
         elif (
-            await self._status_of_nothing(policy_server.COMPLETIONS) in _ABSENT
-            and await self._status_of_nothing(policy_server.CHAT) not in _ABSENT
+            await self._status_of_empty_request(policy_server.COMPLETIONS) in _ABSENT
+            and await self._status_of_empty_request(policy_server.CHAT) not in _ABSENT
         ):
-            self._best = PROTOCOLS["chat"]
+            self._best_protocol = PROTOCOLS["chat"]
         else:
-            self._best = PROTOCOLS["completions"]
+            self._best_protocol = PROTOCOLS["completions"]
 
-    async def _status_of_nothing(self, path: str) -> int:
+    async def _status_of_empty_request(self, path: str) -> int:
         try:
             return (await self._ask("POST", path, CONFIRM_TIMEOUT_S, body=b"{}")).status
         except PolicyFailure as failure:
             if failure.kind == "connection-lost":
-                return 0  # some servers break off instead of refusing a request that they cannot read
+                return 0  # some servers close the connection instead of refusing an invalid request
             raise
 
     async def _models(self) -> policy_server.ModelList:
@@ -331,10 +336,10 @@ class PolicyServerClient:
 
     # HTTP
 
-    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> ClientResponse:
+    async def _post(self, path: str, body: bytes, request_id: str, can_move: Callable[[], bool]) -> ClientResponse:
         try:
             async with timeout(None) as scope:
-                self._open[scope] = movable
+                self._open[scope] = can_move
                 try:
                     return await self._connections.request(
                         "POST", path, body, None, {policy_server.REQUEST_ID: request_id}
@@ -342,14 +347,14 @@ class PolicyServerClient:
                 finally:
                     del self._open[scope]
         except TimeoutError as error:
-            failure = self._given_up.get(scope)
+            failure = self._move_failures.get(scope)
             if failure is None:
                 raise
             raise failure from error
         except (Unreachable, NoResponse) as error:
             raise self._unreachable(error) from error
         finally:
-            self._given_up.pop(scope, None)
+            self._move_failures.pop(scope, None)
 
     async def _get(self, path: str, timeout_s: float) -> ClientResponse:
         return await self._ask("GET", path, timeout_s)
@@ -368,12 +373,12 @@ class PolicyServerClient:
     def _unreachable(self, error: Unreachable | NoResponse) -> PolicyFailure:
         if isinstance(error, IncompleteResponse):
             return PolicyFailure(
-                f"The answer of {self.address} broke off: {error}.", kind="unreadable-response", retryable=True
+                f"The answer of {self.address} is incomplete: {error}.", kind="unreadable-response", retryable=True
             )
         refused = isinstance(error, Unreachable)
         return PolicyFailure(
             f"No answer from {self.address}: {error}.",
-            hint="Is the policy server running at that address?",
+            hint="Check that the policy server is running at that address.",
             kind="connection-refused" if refused else "connection-lost",
             retryable=True,
         )
@@ -385,7 +390,7 @@ def _connections(address: str) -> HttpClient:
     except ValueError as error:
         raise PolicyFailure(
             f"The address of a policy server is invalid: {error}.",
-            hint="Give an address such as http://127.0.0.1:8000.",
+            hint="Use an address such as http://127.0.0.1:8000.",
             kind="bad-address",
             retryable=False,
         ) from error
@@ -393,7 +398,7 @@ def _connections(address: str) -> HttpClient:
 
 def _no_images(address: str) -> PolicyFailure:
     return PolicyFailure(
-        f"{address} takes no images with a prompt of token ids.",
+        f"{address} does not support images with a prompt of token ids.",
         hint="Serve with vLLM's generate route (--enable-scale-out).",
         kind="images-not-taken",
         retryable=False,
@@ -403,7 +408,7 @@ def _no_images(address: str) -> PolicyFailure:
 def _no_logprobs(address: str) -> PolicyFailure:
     return PolicyFailure(
         f"{address} answered without logprobs.",
-        hint="The server must return the logprob of each sampled token when it is asked for.",
+        hint="The server must return the logprob of each sampled token on request.",
         kind="no-logprobs",
         retryable=False,
     )

@@ -1,7 +1,7 @@
 """The mapping from error answers of a policy server to failures.
 
-* Each refusal has its own failure kind, and says whether another try could help.
-* The server's own message is quoted, to a bounded length.
+* Each refusal has its own failure kind, which determines whether another try could help.
+* The server's own message is quote, up to a limit.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ _UNWRITABLE = b"out of range float"
 _decode_error = msgspec.json.Decoder(ErrorResponse).decode
 
 
-def refusal(who: str, status: int, body: bytes) -> PolicyFailure:
+def refusal(server: str, status: int, body: bytes) -> PolicyFailure:
     """Convert an error answer to a failure."""
-    said = quoted(body)
+    text = quote(body)
     if status == 429:
-        return PolicyFailure(f"{who} is over its rate limit (429): {said}", kind="rate-limited", retryable=True)
+        return PolicyFailure(f"{server} is over its rate limit (429): {text}", kind="rate-limited", retryable=True)
     if status == 500 and _UNWRITABLE in body.lower():
         return PolicyFailure(
-            f"{who} could not write a logprob that is not finite ({status}): {said}",
-            hint="The model computes no finite numbers for this prompt; a shorter context or a wider dtype may help.",
+            f"{server} could not encode a logprob that is not finite ({status}): {text}",
+            hint="The model's output for this prompt is not finite; a shorter context or a wider dtype may help.",
             kind="logprob-unwritable",
             retryable=True,
         )
     if status >= 500:
-        return PolicyFailure(f"{who} failed ({status}): {said}", kind="server-error", retryable=True)
+        return PolicyFailure(f"{server} failed ({status}): {text}", kind="server-error", retryable=True)
     if status == 404 and _is_about_the_model(body):
         return PolicyFailure(
-            f"{who} does not serve the model ({status}): {said}",
-            hint="Set policy.model (or the agent's base) to a name that the server knows.",
+            f"{server} does not serve the model ({status}): {text}",
+            hint="Set policy.model (or the agent's base) to the name of a model that the server has.",
             kind="unknown-model",
             retryable=False,
         )
     words = body.decode(errors="replace").lower()
     if any(word in words for word in _CONTEXT_WORDS):
-        return context_overflow(f"{who} finds the prompt too long ({status}): {said}")
+        return context_overflow(f"{server} refused the prompt as too long ({status}): {text}")
     if any(word in words for word in _VOCABULARY_WORDS):
         return PolicyFailure(
-            f"{who} has no such token as one in the prompt ({status}): {said}",
+            f"{server} does not have a token of the prompt ({status}): {text}",
             hint="The renderer's tokenizer must be that of the model: run `headrace policy check`.",
             kind="prompt-out-of-vocabulary",
             retryable=False,
         )
     return PolicyFailure(
-        f"{who} refused the request ({status}): {said}",
-        hint="Check the run's policy, sampling and limits against what the server offers.",
+        f"{server} refused the request ({status}): {text}",
+        hint="Compare the run's policy, sampling and limits with the server's capabilities.",
         kind="request-refused",
         retryable=False,
     )
@@ -66,14 +66,14 @@ def context_overflow(detail: str) -> PolicyFailure:
     """The failure of a prompt that exceeds the model's context; it truncates the episode."""
     return PolicyFailure(
         detail,
-        hint="Set limits.max_context_tokens to what the server allows (its max_model_len).",
+        hint="Set limits.max_context_tokens to the server's limit (its max_model_len).",
         kind="context-overflow",
         retryable=False,
     )
 
 
-def quoted(body: bytes) -> str:
-    """The beginning of a body as text."""
+def quote(body: bytes) -> str:
+    """Decode the beginning of a body as text."""
     text = body.decode(errors="replace").strip()
     return text if len(text) <= QUOTE_CHARACTERS else text[:QUOTE_CHARACTERS] + "…"
 

@@ -4,8 +4,8 @@
 * If the two differ, the lower one covers the call.
 * One request is open at a time; all calls that ended before it was sent share its answer.
 * While new weights are being loaded, the version before covers the samples.
-* An unreadable version is a failure, never a guess. vLLM's initial ``default`` reads as 0.0.
-* Weights of another run are a failure, whatever their version: both runs count from 0.0.
+* An unreadable version is a failure, never a guess. vLLM's initial ``default`` counts as 0.0.
+* Weights of another run are a failure, at any version: both runs count from 0.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.wire.policy_server import name_before_load, parse_weight_version, 
 
 FRESH_S = 0.05
 """Age up to which a confirmation still counts as "before". Under load confirmations are always younger; after a pause
-the endpoint is asked again, so that the first calls after new weights are not attributed to the old ones."""
+they are requested again, so that the first calls after new weights are not attributed to the old ones."""
 
 
 def read_version(text: object, run: str = "") -> Version:
@@ -29,7 +29,7 @@ def read_version(text: object, run: str = "") -> Version:
     if version is None and parse_weight_version(str(text)) is not None:
         raise PolicyFailure(
             f"The endpoint has weights of run {run_of_weight_version(str(text))}: it reports {text!r}.",
-            hint="`headrace servers` shows which run loads weights into a server. Give each run its own servers.",
+            hint="`headrace servers` shows the run that loads weights into a server. Give each run its own servers.",
             kind="weights-of-another-run",
             retryable=True,
         )
@@ -38,47 +38,47 @@ def read_version(text: object, run: str = "") -> Version:
             f"The endpoint reports the weights {text!r}, which is not a version.",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
-            retryable=name_before_load(str(text))
-            != str(text),  # a load is under way or failed: it is repaired, or the server is ejected
+            # After a load that is pending or has failed, the server is repaired or ejected.
+            retryable=name_before_load(str(text)) != str(text),
         )
     return version
 
 
 def confirmed_name(text: object) -> str:
-    """The name of the weights that cover everything an endpoint has sampled so far. While new weights are being loaded
-    it samples nothing, so these are the weights before. Raises PolicyFailure ``unknown-version``."""
+    """The name of the weights that cover everything an endpoint has sampled so far. While it loads new weights it does
+    not sample, so these are the previous weights. Raises PolicyFailure ``unknown-version``."""
     name = name_before_load(str(text))
     read_version(name)
     return name
 
 
 class Confirmations:
-    """The weight names that one endpoint has confirmed. ``ask`` sends the request; ``clock`` is monotonic, in
-    seconds."""
+    """The weight names that one endpoint has confirmed. ``request_name`` requests the current one; ``clock`` is
+    monotonic, in seconds."""
 
-    def __init__(self, ask: Callable[[], Awaitable[str]], clock: Callable[[], float]) -> None:
-        self._ask = ask
+    def __init__(self, request_name: Callable[[], Awaitable[str]], clock: Callable[[], float]) -> None:
+        self._request_name = request_name
         self._clock = clock
-        self._known: str | None = None
-        self._known_at = 0.0
-        self._asking: asyncio.Task[str] | None = None
+        self._last_name: str | None = None
+        self._last_at = 0.0
+        self._current: asyncio.Task[str] | None = None
         self._next: asyncio.Task[str] | None = None
 
     def learn(self, name: str) -> None:
-        """Take a name from an answer that states it itself."""
-        self._known = name
-        self._known_at = self._clock()
+        """Record a confirmed name."""
+        self._last_name = name
+        self._last_at = self._clock()
 
     @property
-    def known(self) -> str | None:
+    def last_name(self) -> str | None:
         """The last confirmed name, of any age."""
-        return self._known
+        return self._last_name
 
     async def before(self) -> str:
         """A name confirmed before the call that follows."""
-        if self._known is not None and self._clock() - self._known_at <= FRESH_S:
-            return self._known
-        return await asyncio.shield(self._asking or self._start_next())
+        if self._last_name is not None and self._clock() - self._last_at <= FRESH_S:
+            return self._last_name
+        return await asyncio.shield(self._current or self._start_next())
 
     async def after(self) -> str:
         """A name confirmed by a request that is sent after this call."""
@@ -86,18 +86,18 @@ class Confirmations:
 
     def _start_next(self) -> asyncio.Task[str]:
         if self._next is None:
-            self._next = asyncio.get_running_loop().create_task(self._question(self._asking))
-            # If every caller was cancelled, the error must still be retrieved.
+            self._next = asyncio.get_running_loop().create_task(self._confirm(self._current))
+            # If every caller is cancelled, the error must still be retrieved.
             self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._next
 
-    async def _question(self, open_one: asyncio.Task[str] | None) -> str:
-        if open_one is not None:
-            await asyncio.wait([open_one])
-        self._asking, self._next = self._next, None
+    async def _confirm(self, previous: asyncio.Task[str] | None) -> str:
+        if previous is not None:
+            await asyncio.wait([previous])
+        self._current, self._next = self._next, None
         try:
-            name = await self._ask()
+            name = await self._request_name()
             self.learn(name)
             return name
         finally:
-            self._asking = None
+            self._current = None

@@ -1,4 +1,4 @@
-"""Checks of a live policy server: whether rendering, ids and log-probabilities agree."""
+"""Checks that rendering, ids and log-probabilities of a live policy server agree with the renderer."""
 
 from headrace_workers.policy_check import renderer_checks, sample_checks, server_checks, stop_checks, turn_checks
 from headrace_workers.policy_check.findings import CheckFinding, PolicyCheck, run_checks
@@ -26,6 +26,6 @@ CHECKS = (
     PolicyCheck("image", turn_checks.image),
     PolicyCheck("abort", stop_checks.abort),
 )
-"""All checks, in order: a fault is reported by the first check that it breaks."""
+"""All checks, in order: a fault is reported by the first check that fails because of it."""
 
 __all__ = ["CHECKS", "CheckFinding", "CheckTarget", "CheckedServer", "run_checks"]

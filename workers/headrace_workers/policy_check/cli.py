@@ -29,7 +29,7 @@ def policy() -> None:
 
 @policy.command("check")
 @click.option("--endpoint", required=True, metavar="URL", help="Address of the policy server.")
-@click.option("--model", default="policy", show_default=True, help="Model name that requests carry.")
+@click.option("--model", default="policy", show_default=True, help="Model name in requests.")
 @click.option("--tokenizer", default="", metavar="FOLDER|NAME", help="The model's folder, or its name on the hub.")
 @click.option("--renderer", help="As policy.renderer of a run spec.  [default: auto; bytes without --tokenizer]")
 @click.option("--renderer-options", default="{}", metavar="JSON", help="As policy.renderer_options of a run spec.")
@@ -51,23 +51,27 @@ def check(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Prove on a live server that rendering, token ids and log-probabilities agree; exit code 1 if a check fails.
+    """Check on a live server that rendering, token ids and log-probabilities agree.
 
-    It samples a few short answers and changes nothing.
+    The checks sample a few short answers and change nothing. The exit code is 1 if a check fails.
 
     \b
     Examples:
       headrace policy check --endpoint http://127.0.0.1:8471
       headrace policy check --endpoint http://gpu1:8000 --model Qwen/Qwen3-8B --tokenizer Qwen/Qwen3-8B
     """
-    chosen = renderer or ("auto" if tokenizer else "bytes")
-    asked = {"model": model, "renderer": chosen, "tokenizer": tokenizer, "renderer_options": _options(renderer_options)}
+    policy = {
+        "model": model,
+        "renderer": renderer or ("auto" if tokenizer else "bytes"),
+        "tokenizer": tokenizer,
+        "renderer_options": _parse_options(renderer_options),
+    }
 
     def show(finding: CheckFinding) -> None:
         if not as_json:
             _print(finding)
 
-    findings = asyncio.run(check_server(endpoint, asked, tolerance=tolerance, timeout_s=timeout_s, show=show))
+    findings = asyncio.run(check_server(endpoint, policy, tolerance=tolerance, timeout_s=timeout_s, show=show))
     failed = sum(finding.status == "FAIL" for finding in findings)
     if as_json:
         click.echo(json.dumps([finding._asdict() for finding in findings], ensure_ascii=False))
@@ -78,7 +82,7 @@ def check(
     context.exit(1 if failed else 0)
 
 
-def _options(text: str) -> Any:
+def _parse_options(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -94,16 +98,16 @@ def _print(finding: CheckFinding) -> None:
 
 async def check_server(
     endpoint: str,
-    asked: dict[str, Any],
+    policy: dict[str, Any],
     *,
     tolerance: float,
     timeout_s: float,
     show: Callable[[CheckFinding], None] = lambda finding: None,
 ) -> list[CheckFinding]:
-    """Check a server and return all findings; ``asked`` holds fields of a run spec's policy. Each finding is shown at
-    once. Raises SetupError if the renderer cannot be created."""
+    """Check a server and return all findings. ``policy`` has fields of a run spec's policy; ``show`` is called with
+    each finding at once. Raises SetupError if the renderer cannot be created."""
     findings = []
-    async with _target(base_url(endpoint), asked, tolerance, timeout_s) as subject:
+    async with _target(base_url(endpoint), policy, tolerance, timeout_s) as subject:
         async for finding in run_checks(CHECKS, subject):
             show(finding)
             findings.append(finding)
@@ -112,9 +116,9 @@ async def check_server(
 
 @asynccontextmanager
 async def _target(
-    endpoint: str, asked: dict[str, Any], tolerance: float, timeout_s: float
+    endpoint: str, policy: dict[str, Any], tolerance: float, timeout_s: float
 ) -> AsyncIterator[CheckTarget]:
-    spec = parse_run_spec({"name": "check", "policy": asked}).policy
+    spec = parse_run_spec({"name": "check", "policy": policy}).policy
     try:
         renderer = make_renderer(spec)
         encode, decode = _reader(spec.tokenizer)
@@ -143,5 +147,5 @@ def _reader(tokenizer: str) -> tuple[Callable[[str], list[int]], Callable[[Seque
         return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
     from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 
-    it = load_tokenizer(tokenizer)
-    return it.encode, it.decode
+    loaded = load_tokenizer(tokenizer)
+    return loaded.encode, loaded.decode

@@ -33,7 +33,7 @@ class PolicyCheck(NamedTuple):
 
 
 class CheckFailed(Exception):
-    """Raised by a check that fails."""
+    """Raised by a check that fails, with the observation and the remedy."""
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__(detail)
@@ -47,18 +47,18 @@ class CheckSkipped(Exception):
 
 async def run_checks(checks: Sequence[PolicyCheck], subject: S) -> AsyncIterator[CheckFinding]:
     """Run the checks on ``subject``, and yield each finding at once."""
-    lost = ""
+    failed = ""
     for check in checks:
-        if lost:
-            yield CheckFinding(check.name, "SKIPPED", f"it needs the check {lost!r}")
+        if failed:
+            yield CheckFinding(check.name, "SKIPPED", f"it needs the check {failed!r}")
             continue
-        finding = await _found(check, subject)
+        finding = await _run_check(check, subject)
         if check.vital and finding.status == "FAIL":
-            lost = check.name
+            failed = check.name
         yield finding
 
 
-async def _found(check: PolicyCheck, subject: S) -> CheckFinding:
+async def _run_check(check: PolicyCheck, subject: S) -> CheckFinding:
     try:
         return CheckFinding(check.name, "PASS", await check.run(subject))
     except CheckSkipped as skipped:

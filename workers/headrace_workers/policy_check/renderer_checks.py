@@ -9,7 +9,7 @@ from headrace.errors import EpisodeFailure
 from headrace.trajectory import Message
 from headrace.wire import policy_server
 from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
-from headrace_workers.policy_check.requests import Detokenized, Tokenized
+from headrace_workers.policy_check.requests import DetokenizeResponse, TokenizeResponse
 from headrace_workers.policy_check.target import ABSENT, IDS, MISMATCH, MORE, QUESTION, CheckTarget, cut
 
 AWKWARD = (
@@ -30,21 +30,22 @@ AWKWARD = (
 
 
 async def renderer(subject: CheckTarget) -> str:
-    it = subject.renderer
-    if not it.stop_token_ids:
+    """Check that a token ends a turn."""
+    stop_token_ids, tokenizer = subject.renderer.stop_token_ids, subject.renderer.tokenizer
+    if not stop_token_ids:
         raise CheckFailed(
             "neither the template nor the tokenizer names a token that ends a turn",
             "Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
         )
-    ends = ", ".join(f"{id_} {subject.decode([id_])!r}" for id_ in it.stop_token_ids)
-    return f"{it.tokenizer.name}: {it.tokenizer.vocab_size} ids; a turn ends with {ends}"
+    ends = ", ".join(f"{id_} {subject.decode([id_])!r}" for id_ in stop_token_ids)
+    return f"{tokenizer.name}: {tokenizer.vocab_size} ids; a turn ends with {ends}"
 
 
 async def vocabulary(subject: CheckTarget) -> str:
-    """Check that the server encodes text as the tokenizer does, with the same number of ids."""
+    """Check that the server encodes text to the same ids as the tokenizer, and has as many ids."""
     compared = 0
     for text in AWKWARD:
-        theirs = await _their_ids(subject, text)
+        theirs = await _server_ids(subject, text)
         if theirs is None:
             break
         ours = subject.encode(text)
@@ -52,27 +53,27 @@ async def vocabulary(subject: CheckTarget) -> str:
             raise CheckFailed(f"{text!r} is {cut(ours)} to the tokenizer, but {cut(theirs)} to the server", MISMATCH)
         compared += 1
     size = subject.renderer.tokenizer.vocab_size
-    if not await _takes(subject, size - 1):
+    if not await _accepts(subject, size - 1):
         raise CheckFailed(f"the server refuses id {size - 1}; the tokenizer has {size} ids", MISMATCH)
-    if await _takes(subject, size):
+    if await _accepts(subject, size):
         raise CheckFailed(
-            f"the server knows id {size}; the tokenizer has {size} ids, so what it samples may be refused",
+            f"the server knows id {size}; the tokenizer has {size} ids, so a sampled token may be refused",
             MISMATCH + " The folder must have the model's config.json.",
         )
-    texts = f"{compared} texts are the same ids" if compared else "it has no /tokenize to compare texts with"
+    texts = f"{compared} texts have the same ids" if compared else "it has no /tokenize route to compare texts"
     return f"the server knows exactly {size} ids; {texts}"
 
 
-async def _their_ids(subject: CheckTarget, text: str) -> list[int] | None:
+async def _server_ids(subject: CheckTarget, text: str) -> list[int] | None:
     answer = await subject.server.post("/tokenize", prompt=text, add_special_tokens=False)
-    return answer.read(Tokenized).tokens if answer.status == 200 else None
+    return answer.read(TokenizeResponse).tokens if answer.status == 200 else None
 
 
-async def _takes(subject: CheckTarget, id_: int) -> bool:
+async def _accepts(subject: CheckTarget, id_: int) -> bool:
     body = {"prompt": [*subject.prompt, id_], "max_tokens": 1}
     answer = await subject.server.post(policy_server.COMPLETIONS, **body)
     if answer.status not in (200, 400, 422):
-        raise CheckFailed(f"{policy_server.COMPLETIONS} answers {answer.said}", IDS)
+        raise CheckFailed(f"{policy_server.COMPLETIONS} answers {answer.summary}", IDS)
     return answer.status == 200
 
 
@@ -98,21 +99,21 @@ async def template(subject: CheckTarget) -> str:
         if answer.status in ABSENT:
             raise CheckSkipped("the server has no /tokenize")
         if answer.status != 200:
-            raise CheckSkipped(f"the server renders no chat ({answer.said})")
-        theirs = answer.read(Tokenized).tokens
+            raise CheckSkipped(f"the server renders no chat ({answer.summary})")
+        theirs = answer.read(TokenizeResponse).tokens
         if theirs != ours:
-            at = _same_until(ours, theirs)
+            at = _common_length(ours, theirs)
             raise CheckFailed(
-                f"prompts differ from position {at} on: {subject.decode(ours[at : at + 12])!r} here, "
+                f"prompts differ from position {at}: {subject.decode(ours[at : at + 12])!r} here, "
                 f"{subject.decode(theirs[at : at + 12])!r} at the server",
-                "Use the template that the server uses (policy.renderer = 'template', its --chat-template), and the "
-                "same options (policy.renderer_options).",
+                "Use the server's template (policy.renderer = 'template', its --chat-template) and the same options "
+                "(policy.renderer_options).",
             )
         same += 1
-    return f"{same} conversations are the same prompt as the server's own"
+    return f"{same} conversations have the same prompt as at the server"
 
 
-def _same_until(ours: list[int], theirs: list[int]) -> int:
+def _common_length(ours: list[int], theirs: list[int]) -> int:
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
@@ -129,11 +130,11 @@ async def text(subject: CheckTarget) -> str:
         if answer.status in ABSENT:
             break
         if answer.status != 200:
-            raise CheckFailed(f"/detokenize refuses {cut(ids)} ({answer.said})", MISMATCH)
-        theirs = answer.read(Detokenized).prompt
+            raise CheckFailed(f"/detokenize refuses {cut(ids)} ({answer.summary})", MISMATCH)
+        theirs = answer.read(DetokenizeResponse).prompt
         if theirs != subject.decode(ids):
-            raise CheckFailed(f"{cut(ids)} say {subject.decode(ids)!r} here, and {theirs!r} at the server", MISMATCH)
+            raise CheckFailed(f"{cut(ids)} are {subject.decode(ids)!r} here, but {theirs!r} at the server", MISMATCH)
         compared += 1
-    kept = f"{len(AWKWARD) - len(changed)} of {len(AWKWARD)} awkward texts come back from ids as they were"
-    theirs_too = f"; the server reads {compared} id lists as we do" if compared else ""
-    return kept + theirs_too
+    unchanged = f"{len(AWKWARD) - len(changed)} of {len(AWKWARD)} awkward texts are unchanged by encoding and decoding"
+    same = f"; the server decodes {compared} id lists to the same texts" if compared else ""
+    return unchanged + same

@@ -1,6 +1,6 @@
 """Plain requests to a policy server.
 
-* No answer is repaired and no request retried: the checks see the server's own answers.
+* No answer is repaired and no request is retried: the checks use the server's own answers.
 * A timeout, a broken connection or an unreadable answer fails the check that sent the request.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
 from headrace.wire import policy_server
-from headrace_workers.policies.protocols import lenient
-from headrace_workers.policies.server_errors import quoted
+from headrace_workers.policies.protocols import decode_leniently
+from headrace_workers.policies.server_errors import quote
 from headrace_workers.policy_check.findings import CheckFailed
 
 T = TypeVar("T")
@@ -29,9 +29,9 @@ class ServerAnswer(NamedTuple):
     body: bytes
 
     @property
-    def said(self) -> str:
-        """The beginning of the body, for messages."""
-        return f"{self.status}: {quoted(self.body)}"
+    def summary(self) -> str:
+        """Status and beginning of the body, for messages."""
+        return f"{self.status}: {quote(self.body)}"
 
     def read(self, kind: type[T]) -> T:
         """Decode the body as a struct. Raises CheckFailed."""
@@ -39,21 +39,21 @@ class ServerAnswer(NamedTuple):
             return msgspec.json.decode(self.body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             try:
-                return lenient(self.body, kind, error)  # it may contain a NaN, which the check reports
+                return decode_leniently(self.body, kind, error)  # it may contain a NaN, which the check reports
             except PolicyFailure as failure:
-                raise CheckFailed(failure.detail, _ENGINE) from error
+                raise CheckFailed(failure.detail, _PROTOCOL) from error
 
 
-_ENGINE = "The server must speak vLLM's protocol (see docs/policy.md)."
+_PROTOCOL = "The server must support vLLM's protocol (see docs/policy.md)."
 
 
-class Tokenized(msgspec.Struct):
+class TokenizeResponse(msgspec.Struct):
     """Answer of ``/tokenize``."""
 
     tokens: list[int]
 
 
-class Detokenized(msgspec.Struct):
+class DetokenizeResponse(msgspec.Struct):
     """Answer of ``/detokenize``."""
 
     prompt: str
@@ -82,10 +82,10 @@ class CheckedServer:
             policy_server.COMPLETIONS, **{"prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields}
         )
         if answer.status != 200:
-            raise CheckFailed(f"{policy_server.COMPLETIONS} refused the request ({answer.said})", _ENGINE)
+            raise CheckFailed(f"{policy_server.COMPLETIONS} refused the request ({answer.summary})", _PROTOCOL)
         choices = answer.read(policy_server.CompletionResponse).choices
         if not choices:
-            raise CheckFailed("the answer has no choice", _ENGINE)
+            raise CheckFailed("the answer has no choice", _PROTOCOL)
         return choices
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> ServerAnswer:
@@ -98,9 +98,9 @@ class CheckedServer:
         except TimeoutError as error:
             raise CheckFailed(
                 f"{path} did not answer within {self._timeout_s:g} s",
-                "Is the server busy, or stuck? --timeout-s gives it more time.",
+                "Check whether the server is busy or stuck; --timeout-s allows more time.",
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise CheckFailed(
-                f"{path}: {type(error).__name__}: {error}", "Is the server running, and is that its address?"
+                f"{path}: {type(error).__name__}: {error}", "Check that the server is running at that address."
             ) from error

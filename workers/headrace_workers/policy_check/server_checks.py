@@ -1,4 +1,4 @@
-"""Checks of the server itself: it is healthy, serves the model, and names its weights."""
+"""Checks of the server itself: it is healthy, serves the model, and reports the version of its weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from headrace_workers.policy_check.target import CheckTarget
 
 
 async def server(subject: CheckTarget) -> str:
+    """Check that the server is healthy."""
     answer = await subject.server.get(policy_server.HEALTH)
     if answer.status >= 500:
         raise CheckFailed(
-            f"{policy_server.HEALTH} answers {answer.said}", "Wait until the server is ready, or look at its log."
+            f"{policy_server.HEALTH} answers {answer.summary}", "Wait until the server is ready, or look at its log."
         )
     return "answers"
 
 
 async def model(subject: CheckTarget) -> str:
+    """Check that the server has the model."""
     answer = await subject.server.get(policy_server.MODELS)
     if answer.status != 200:
         raise CheckSkipped(f"{policy_server.MODELS} answers {answer.status}")
     names = [card.id for card in answer.read(policy_server.ModelList).data]
     if not names:
-        raise CheckSkipped(f"{policy_server.MODELS} names none")
+        raise CheckSkipped(f"{policy_server.MODELS} lists no model")
     if subject.server.model not in names:
         raise CheckFailed(
             f"the server has {', '.join(names)}, not {subject.server.model}",
@@ -34,14 +36,15 @@ async def model(subject: CheckTarget) -> str:
 
 
 async def version(subject: CheckTarget) -> str:
+    """Check that the server reports a readable weight version."""
     answer = await subject.server.get(policy_server.WEIGHT_INFO)
     if answer.status != 200:
         raise CheckFailed(
-            f"{policy_server.WEIGHT_INFO} answers {answer.said}",
-            "For training the server must name its weights (vLLM: VLLM_SERVER_DEV_MODE=1).",
+            f"{policy_server.WEIGHT_INFO} answers {answer.summary}",
+            "For training the server must report the version of its weights (vLLM: VLLM_SERVER_DEV_MODE=1).",
         )
     try:
-        found = read_version(answer.read(policy_server.WeightInfo).weight_version)
+        weights = read_version(answer.read(policy_server.WeightInfo).weight_version)
     except EpisodeFailure as failure:
         raise CheckFailed(failure.detail, failure.hint) from failure
-    return f"the weights are version {found}"
+    return f"the weights are version {weights}"

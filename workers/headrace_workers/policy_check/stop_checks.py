@@ -6,7 +6,7 @@ import asyncio
 
 from headrace.wire import policy_server
 from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
-from headrace_workers.policy_check.target import CheckTarget, cut, values_of
+from headrace_workers.policy_check.target import CheckTarget, cut, ids_and_logprobs
 
 ABORT_TOKENS = 2000
 """Tokens of the request that is aborted: more than are sampled before the abort."""
@@ -20,55 +20,58 @@ _RUNNING = "vllm:num_requests_running{"
 
 
 async def stop_token(subject: CheckTarget) -> str:
-    tokens, _ = values_of(await subject.sample())
+    """Check that an answer ends with a stop token, which is among its ids."""
+    tokens, _ = ids_and_logprobs(await subject.sample())
     at = len(tokens) // 2
     stop = tokens[at]
     choice = await subject.sample(stop_token_ids=[stop])
     expected = tokens[: tokens.index(stop) + 1]
     if choice.token_ids != expected or choice.finish_reason != "stop":
         raise CheckFailed(
-            f"asked to stop at id {stop} the server gave {cut(choice.token_ids or [])} ({choice.finish_reason}), not "
-            f"{cut(expected)}",
-            "The server must respect `stop_token_ids`, and give the stop token with the ids.",
+            f"with the stop token {stop} the server returned {cut(choice.token_ids or [])} ({choice.finish_reason}), "
+            f"not {cut(expected)}",
+            "The server must respect `stop_token_ids`, and return the stop token with the ids.",
         )
     return "the answer ends with the stop token, which is among its ids"
 
 
 async def stop_string(subject: CheckTarget) -> str:
-    tokens, _ = values_of(await subject.sample())
+    """Check that an answer ends at a stop string, and has all its ids."""
+    tokens, _ = ids_and_logprobs(await subject.sample())
     pieces = (subject.decode([token]).strip() for token in tokens[1:])
     # Most engines return no text for a special token.
     stop = next(
         (piece[:2] for piece in pieces if piece.isascii() and piece.isprintable() and piece[:1] not in "<["), ""
     )
     if not stop:
-        raise CheckSkipped("the greedy answer has no text to stop at")
+        raise CheckSkipped("the greedy answer has no text for a stop string")
     choice = await subject.sample(stop=[stop])
-    ids, _ = values_of(choice)
+    ids, _ = ids_and_logprobs(choice)
     if stop not in subject.decode(ids) or choice.finish_reason != "stop":
         raise CheckFailed(
-            f"asked to stop at {stop!r} the server gave {subject.decode(ids)!r} ({choice.finish_reason})",
-            "The server must respect `stop`, and give all ids that it sampled.",
+            f"with the stop string {stop!r} the server returned {subject.decode(ids)!r} ({choice.finish_reason})",
+            "The server must respect `stop`, and return all ids that it sampled.",
         )
     after = subject.decode(ids).partition(stop)[2]
-    return f"ids end with the stop string{f' and {after!r} after it, which stands in the next prompt' if after else ''}"
+    return f"ids end with the stop string{f' and {after!r}, which remains in the next prompt' if after else ''}"
 
 
 async def context(subject: CheckTarget) -> str:
-    longest = await _longest(subject)
-    if longest is None:
+    """Check that a prompt longer than the context is refused, not truncated."""
+    context_length = await _context_length(subject)
+    if context_length is None:
         raise CheckSkipped("the server does not report its context length")
-    prompt = (subject.prompt * (longest // len(subject.prompt) + 1))[: longest + 1]
+    prompt = (subject.prompt * (context_length // len(subject.prompt) + 1))[: context_length + 1]
     refused = await subject.server.post(policy_server.COMPLETIONS, prompt=prompt, max_tokens=1)
     if refused.status == 200:
         raise CheckFailed(
-            f"a prompt of {len(prompt)} tokens was answered, but the limit is {longest}: it was truncated",
-            "Turn the truncation of prompts off: a truncated prompt differs from the stored one.",
+            f"a prompt of {len(prompt)} tokens was answered, but the limit is {context_length}: it was truncated",
+            "Disable the truncation of prompts: a truncated prompt differs from the stored one.",
         )
-    return f"{longest} tokens; a longer prompt is refused. Set limits.max_context_tokens to it, or lower"
+    return f"{context_length} tokens; a longer prompt is refused. Set limits.max_context_tokens to it, or lower"
 
 
-async def _longest(subject: CheckTarget) -> int | None:
+async def _context_length(subject: CheckTarget) -> int | None:
     """The server's limit on tokens of prompt and answer, if it reports one."""
     answer = await subject.server.get(policy_server.MODELS)
     cards = answer.read(policy_server.ModelList).data if answer.status == 200 else []
@@ -79,8 +82,8 @@ async def abort(subject: CheckTarget) -> str:
     """Check that the engine ends a request whose client disconnects."""
     before = await _running(subject)
     if before is None:
-        raise CheckSkipped("the server has no /metrics that count running requests")
-    room = (await _longest(subject) or ABORT_TOKENS) - len(subject.prompt)
+        raise CheckSkipped("the server has no /metrics route with the number of running requests")
+    room = (await _context_length(subject) or ABORT_TOKENS) - len(subject.prompt)
     fields = {"max_tokens": min(room, ABORT_TOKENS), "ignore_eos": True, "temperature": 1.0}
     request = asyncio.create_task(subject.server.sample(subject.prompt, **fields))
     while not request.done() and (await _running(subject) or 0) <= before:

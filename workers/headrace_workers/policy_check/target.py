@@ -22,11 +22,13 @@ ABSENT = frozenset({404, 405, 501})
 """Statuses of a route that the server does not have."""
 
 MISMATCH = (
-    "Give --tokenizer the folder or name of the model that the server serves; after a fine-tune, the tokenizer that "
-    "was saved with it."
+    "Set --tokenizer to the folder or name of the served model; for a fine-tuned model, to the tokenizer saved with it."
 )
-IDS = "The server must take and give token ids (`return_token_ids`): vLLM 0.10.2 or later, no proxy that strips them."
-LOGPROBS = "The server must give the logprob of each sampled token and of no other (`logprobs: 0`)."
+IDS = (
+    "The server must accept and return token ids (`return_token_ids`): vLLM 0.10.2 or later, without a proxy that "
+    "removes them."
+)
+LOGPROBS = "The server must return the logprobs of the sampled tokens and of no others (`logprobs: 0`)."
 
 
 @dataclass(kw_only=True)
@@ -52,21 +54,21 @@ class CheckTarget:
         return (await self.server.sample(self.prompt, **request))[0]
 
 
-def values_of(choice: policy_server.CompletionChoice) -> tuple[list[int], list[float]]:
+def ids_and_logprobs(choice: policy_server.CompletionChoice) -> tuple[list[int], list[float]]:
     """The ids and logprobs of an answer. Raises CheckFailed if their numbers differ."""
     tokens = choice.token_ids or []
     values = choice.logprobs.token_logprobs if choice.logprobs and choice.logprobs.token_logprobs else []
     known = [value for value in values if value is not None]
     if not tokens or len(known) != len(tokens):
-        raise CheckFailed(f"{counted(tokens)} sampled, but {len(known)} logprobs", LOGPROBS)
+        raise CheckFailed(f"{count_tokens(tokens)} sampled, but {len(known)} logprobs", LOGPROBS)
     return tokens, known
 
 
-def counted(tokens: Sequence[int]) -> str:
-    """Format a count with its noun."""
+def count_tokens(tokens: Sequence[int]) -> str:
+    """Format the number of tokens."""
     return f"{len(tokens)} token" if len(tokens) == 1 else f"{len(tokens)} tokens"
 
 
 def cut(tokens: Sequence[int]) -> str:
-    """The first ids, for a message."""
+    """Format the first ids."""
     return str(list(tokens[:12])).removesuffix("]") + (", …]" if len(tokens) > 12 else "]")

@@ -20,33 +20,33 @@ PIXELS = 64
 
 
 async def turns(subject: CheckTarget) -> str:
-    """Play two turns through the worker's own client; the second prompt extends the first answer."""
+    """Sample two turns through the worker's own client; the second prompt extends the first answer."""
     first = subject.renderer.start([QUESTION])
-    sample = await _asked(subject, first.new_ids, 0)
-    standing = _standing(subject, first, sample)
-    following = subject.renderer.extend(standing, [MORE])
-    prompt = [*standing.token_ids, *following.new_ids] if following is not None else None
-    await _asked(subject, prompt or subject.renderer.start([*standing.conversation, MORE]).new_ids, 1)
-    if following is not None:
+    sample = await _sample(subject, first.new_ids, 0)
+    segment = _segment(subject, first, sample)
+    extension = subject.renderer.extend(segment, [MORE])
+    prompt = [*segment.token_ids, *extension.new_ids] if extension is not None else None
+    await _sample(subject, prompt or subject.renderer.start([*segment.conversation, MORE]).new_ids, 1)
+    if extension is not None:
         return "two turns in one segment"
     return "two turns in two segments: this template renders sampled tokens differently"
 
 
 async def image(subject: CheckTarget) -> str:
-    """Check that an image reaches the model and the answer names its tokens."""
+    """Check that the server accepts an image, and its answer reports the image's tokens."""
     if subject.renderer.image_token_id is None:
-        raise CheckSkipped("the renderer reads text only")
-    shown = encode_array(np.zeros((PIXELS, PIXELS, 3), np.uint8))
-    parts = [ContentPart(type="image", asset=shown.name), ContentPart(type="text", text="What do you see?")]
+        raise CheckSkipped("the renderer supports text only")
+    pixels = encode_array(np.zeros((PIXELS, PIXELS, 3), np.uint8))
+    parts = [ContentPart(type="image", asset=pixels.name), ContentPart(type="text", text="What do you see?")]
     prompt = subject.renderer.start([Message(role="user", content=parts)]).new_ids
-    sample = await _asked(subject, prompt, 0, [shown])
+    sample = await _sample(subject, prompt, 0, [pixels])
     if sample.seen is None:
-        raise CheckFailed("the answer does not name the tokens of the image", "Serve with vLLM's generate route.")
+        raise CheckFailed("the answer does not report the tokens of the image", "Serve with vLLM's generate route.")
     ((start, end),) = sample.seen.images
-    return f"an image of {PIXELS} × {PIXELS} pixels is {end - start} tokens"
+    return f"an image of {PIXELS} × {PIXELS} pixels has {end - start} tokens"
 
 
-async def _asked(subject: CheckTarget, prompt: list[int], turn: int, images: Sequence[AssetData] = ()) -> Sample:
+async def _sample(subject: CheckTarget, prompt: list[int], turn: int, images: Sequence[AssetData] = ()) -> Sample:
     vocab_size = subject.renderer.tokenizer.vocab_size
     request = SampleRequest(
         id=f"check-{turn}",
@@ -70,6 +70,6 @@ async def _asked(subject: CheckTarget, prompt: list[int], turn: int, images: Seq
     return sample
 
 
-def _standing(subject: CheckTarget, asked: Prompt, sample: Sample) -> CurrentSegment:
+def _segment(subject: CheckTarget, prompt: Prompt, sample: Sample) -> CurrentSegment:
     reply = AssistantTurn(sample.token_ids, subject.renderer.parse(sample.token_ids))
-    return CurrentSegment([*asked.new_ids, *sample.token_ids], len(asked.new_ids), [QUESTION, reply], asked.text)
+    return CurrentSegment([*prompt.new_ids, *sample.token_ids], len(prompt.new_ids), [QUESTION, reply], prompt.text)

@@ -2,7 +2,7 @@
 
 * The next prompt extends the last one exactly: ``extend`` returns only the ids to append.
 * Without an exact extension, ``extend`` returns None, and the conversation continues in a new segment.
-* Sampled tokens are never encoded again within their segment; the text made from them is only for reading.
+* Sampled tokens are never encoded again within their segment; the text decoded from them is only for reading.
 * If a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
 * A text-only renderer shows an image's substitute text, and refuses an image without one.
 """
@@ -35,10 +35,10 @@ ConversationItem = Message | AssistantTurn
 
 
 class Prompt(NamedTuple):
-    """The input of the next turn.
+    """The prompt of the next turn.
 
-    ``new_ids`` int[n]: the ids to append to the current segment; at the start of a segment, all ids. ``text``: the
-    renderer's own note, passed back to it in ``CurrentSegment``. ``images``: names of the assets shown, in order; each
+    ``new_ids`` int[n]: the ids to append to the current segment; at the start of a segment, all ids. ``text``: a note
+    of the renderer, which it gets back in ``CurrentSegment``. ``images``: names of the assets shown, in order; each
     has one token ``image_token_id`` among ``new_ids``.
     """
 
@@ -66,7 +66,7 @@ class Renderer(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that gives the ids their meaning."""
+        """Tokenizer that defines the ids."""
         ...
 
     @property

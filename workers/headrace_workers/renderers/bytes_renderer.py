@@ -1,7 +1,7 @@
 """Byte-level renderer: ids 0 to 255 are bytes; a few more ids mark roles and turns.
 
 * A prompt is BOS, then role mark, UTF-8 bytes and END for each message, then the ASSISTANT mark.
-* Tools come first, as JSON in a system message.
+* Tools are at the start of a prompt, as JSON in a system message.
 * Sampled bytes that are not valid UTF-8 are kept; only the text for reading has replacement characters.
 * The fingerprint is the SHA-256 of the definition, so it changes when the meaning of an id does.
 """
@@ -45,8 +45,8 @@ class BytesRenderer:
     image_token_id: int | None = None
 
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
-        shown = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []
-        return Prompt([BOS, *shown, *_body(conversation), ASSISTANT])
+        tool_message = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []
+        return Prompt([BOS, *tool_message, *_body(conversation), ASSISTANT])
 
     def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt:
         bridge = [] if segment.token_ids[-1] == END else [END]

@@ -1,8 +1,8 @@
-"""Chat template of a model, rendered as the ``transformers`` package renders it.
+"""Chat template of a model, rendered as by the ``transformers`` package.
 
 * Same Jinja settings, filters and variables as ``transformers``, so the text is identical.
 * A template runs in a Jinja sandbox: it computes text and has no other access.
-* A template that refuses a conversation is a failure that quotes its reason.
+* A template that refuses a conversation is a failure with the template's reason in its message.
 * The date in a template comes from the injected clock.
 """
 
@@ -46,9 +46,7 @@ class ChatTemplate:
                 f"The chat template is not valid Jinja: {error}", kind="template-unreadable", retryable=False
             ) from error
         for template in compiled.values():
-            template.globals = dict(
-                template.globals
-            )  # each rendering copies the globals, and a plain dict copies fastest
+            template.globals = dict(template.globals)  # each rendering copies it, and a plain dict is fastest to copy
         self._default = compiled["default"]
         self._with_tools = compiled.get("tool_use", self._default)
         self._variables = dict(variables)

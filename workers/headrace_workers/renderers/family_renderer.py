@@ -1,9 +1,9 @@
 """Renderers of model families, from the package ``renderers``, which implements each family's template by hand.
 
 * A family is selected by its name; only ``auto`` selects one by the model's name, which must match exactly.
-* The bridge is the family's own; without one, a full rendering that begins with the current segment serves as one.
+* The family's own bridge is used; without one, a full rendering if it begins with the current segment.
 * The package's results are checked: a bridge that changes the current segment is not an extension.
-* A sampled turn that cannot be parsed and rendered again without loss enters a new segment as plain text.
+* A sampled turn that cannot be parsed and rendered again without loss is plain text in a new segment.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class FamilyRenderer:
         return Prompt(ids[len(tokens) :]) if ids[: len(tokens)] == tokens else None
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
-        ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
-        return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
+        has_end = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        return self._tokenizer.decode(sampled_ids[:-1] if has_end else sampled_ids)
 
     def encode(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]

@@ -1,7 +1,7 @@
 """Tokenizer of a model's folder: vocabulary, special tokens, chat templates, end-of-turn ids.
 
 * It is read from a local folder, or from the model hub by name; a model's code is never run.
-* Truncation and padding set in ``tokenizer.json`` are disabled: a text is encoded whole.
+* Truncation and padding set in ``tokenizer.json`` are disabled: a text is encoded completely.
 * The vocabulary is as large as the model's, so every id that the engine can sample is valid.
 * The fingerprint covers the vocabulary, the special tokens and the templates, and nothing else in the files.
 """
@@ -44,8 +44,8 @@ _NULL = msgspec.Raw(b"null")
 
 
 class _Definition(msgspec.Struct):
-    """The parts of a tokenizer.json that give an id its meaning, as raw JSON: decoded, a large vocabulary would be a
-    million objects."""
+    """The parts of a tokenizer.json that define the ids, as raw JSON: decoded, a large vocabulary would be a million
+    objects."""
 
     added_tokens: msgspec.Raw = _NULL
     normalizer: msgspec.Raw = _NULL
@@ -88,8 +88,8 @@ class FolderTokenizer:
     @property
     def image_token_id(self) -> int | None:
         """Id of the image placeholder, if the model's configuration names one."""
-        named = [self._model_config.get(key) for key in ("image_token_id", "image_token_index")]
-        return next((value for value in named if isinstance(value, int)), None)
+        values = [self._model_config.get(key) for key in ("image_token_id", "image_token_index")]
+        return next((value for value in values if isinstance(value, int)), None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encode a text; special tokens written in it become their ids, as in a template's text."""
@@ -173,7 +173,7 @@ def _unreadable_error(path: Path, error: Exception) -> InfrastructureFailure:
 
 
 def _definition_digest(path: Path) -> str:
-    """Digest of the parts of a tokenizer.json that give an id its meaning."""
+    """Digest of the parts of a tokenizer.json that define the ids."""
     try:
         definition = msgspec.json.decode(path.read_bytes(), type=_Definition)
     except FileNotFoundError as error:
@@ -211,16 +211,16 @@ def _backend(path: Path) -> Backend:
 
 
 def _special_tokens(config: dict[str, Any], mapped: dict[str, Any]) -> dict[str, Any]:
-    named = [*NAMED_TOKENS, *(key for key in config if key.endswith("_token") and key not in NAMED_TOKENS)]
-    found: dict[str, Any] = {}
-    for name in named:
+    names = [*NAMED_TOKENS, *(key for key in config if key.endswith("_token") and key not in NAMED_TOKENS)]
+    tokens: dict[str, Any] = {}
+    for name in names:
         text = _token_text(config.get(name, mapped.get(name)))
         if text is not None:
-            found[name] = text
+            tokens[name] = text
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
-        found |= {name: text for name, value in extra.items() if (text := _token_text(value)) is not None}
-    return found
+        tokens |= {name: text for name, value in extra.items() if (text := _token_text(value)) is not None}
+    return tokens
 
 
 def _token_text(value: Any) -> str | None:
@@ -230,12 +230,12 @@ def _token_text(value: Any) -> str | None:
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name. A template file takes precedence over the configuration."""
-    given = config.get("chat_template")
+    configured = config.get("chat_template")
     templates: dict[str, str] = {}
-    if isinstance(given, str):
-        templates["default"] = given
-    elif isinstance(given, list):
-        templates = {str(item["name"]): str(item["template"]) for item in given}
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        templates = {str(item["name"]): str(item["template"]) for item in configured}
     files = [("default", folder / "chat_template.jinja")]
     files += [(path.stem, path) for path in sorted(folder.glob("additional_chat_templates/*.jinja"))]
     for name, path in files:

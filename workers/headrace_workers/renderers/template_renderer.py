@@ -1,7 +1,7 @@
 """The renderer named ``template``, for any model with a chat template.
 
 * A prompt is the template's text of the conversation, including the generation prompt, encoded once.
-* The bridge is the text that the template puts after the sampled turn; nothing before it is encoded again.
+* The bridge is the template's text after the sampled turn; the text before it is not encoded again.
 * A template that would render the current segment differently (thinking stripped, text trimmed, another date) has no
   extension.
 * The assistant prefill of a generation prompt (``<think>``) is added to the assistant's text given to the template.
@@ -59,10 +59,10 @@ class TemplateRenderer:
         reply = segment.conversation[-1]
         assert isinstance(reply, AssistantTurn)
         text = self._text([*segment.conversation, *new_messages], segment.tools)
-        shown = segment.text + reply.text
-        if not text.startswith(shown):
+        segment_text = segment.text + reply.text
+        if not text.startswith(segment_text):
             return None
-        bridge = text[len(shown) :]
+        bridge = text[len(segment_text) :]
         end = self._stops.get(reply.token_ids[-1])
         if end is not None and bridge.startswith(end):
             return Prompt(self._encode_after(end, bridge.removeprefix(end)), text, self._images(new_messages))
@@ -74,8 +74,8 @@ class TemplateRenderer:
         return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
-        ended = bool(sampled_ids) and sampled_ids[-1] in self._stops
-        return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
+        has_end = bool(sampled_ids) and sampled_ids[-1] in self._stops
+        return self._tokenizer.decode(sampled_ids[:-1] if has_end else sampled_ids)
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
         return parse_action(text, self._prefill)
@@ -106,10 +106,10 @@ class TemplateRenderer:
             return None
         message = {"role": "user", "content": [{"type": "image"}, _text_part("u")]}
         try:
-            shown = self._tokenizer.encode(self._template.render([message], generation_prompt=True))
+            ids = self._tokenizer.encode(self._template.render([message], generation_prompt=True))
         except InfrastructureFailure:
             return None  # the template supports text only
-        return token if shown.count(token) == 1 else None
+        return token if ids.count(token) == 1 else None
 
     def _encode_inside(self, text: str) -> list[int]:
         """Encode a text in the middle of a conversation."""
@@ -129,12 +129,12 @@ class TemplateRenderer:
         for before in ([_USER], [_SYSTEM, _USER]):
             try:
                 prompt = self._template.render(before, generation_prompt=True)
-                shown = self._template.render(
+                rendered = self._template.render(
                     [*before, {"role": "assistant", "content": PROBE_TEXT}, _USER], generation_prompt=False
                 )
             except InfrastructureFailure:
-                continue  # a template may refuse this conversation and accept the environment's
-            head, separator, rest = shown.partition(PROBE_TEXT)
+                continue  # a template may refuse this conversation but accept those of the environment
+            head, separator, rest = rendered.partition(PROBE_TEXT)
             if separator:
                 ends = [mark for mark in self._tokenizer.added_tokens if rest.startswith(mark)]
                 return prompt.removeprefix(head) if prompt.startswith(head) else "", max(ends, key=len, default="")

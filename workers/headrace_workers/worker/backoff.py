@@ -1,6 +1,6 @@
 """Backoff between retries while the orchestrator is unavailable: pauses double up to a limit, with random jitter.
 
-* The number of retries is unlimited, because an outage can last any time.
+* The number of retries is unlimited, because an outage can last arbitrarily long.
 * A refused token is logged as the cause and retried less often: a person has to fix it.
 """
 
@@ -17,7 +17,7 @@ FIRST_S = 0.1
 """First pause. A restart of the orchestrator takes about a second, and early retries should notice its end."""
 
 LAST_S = 5.0
-"""Longest pause, and so the longest delay until a worker notices that the orchestrator is back."""
+"""Longest pause, and thus the longest delay until a worker notices that the orchestrator is available again."""
 
 REFUSED_LAST_S = 30.0
 """Longest pause after a refusal."""

@@ -99,7 +99,7 @@ class OrchestratorConnection:
         body = await self._request("PUT", f"/assets/{asset.name}", asset.data, messages.ASSET_MEDIA_TYPE, ANSWER_S)
         self._check_epoch(_decode(body, messages.AssetsReply))
 
-    async def hand_back(self, attempts: list[messages.AttemptKey]) -> None:
+    async def return_attempts(self, attempts: list[messages.AttemptKey]) -> None:
         """Return attempts that the worker will not finish."""
         await self._post("/worker/return", _encode(messages.ReturnRequest(worker=self._worker, attempts=attempts)))
 

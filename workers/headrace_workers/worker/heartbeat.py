@@ -3,7 +3,7 @@
 * It continues while an episode blocks the worker's event loop.
 * One heartbeat lists all attempts, including finished ones in the spool.
 * The orchestrator sets the interval; a shorter lease term that arrives meanwhile shortens it.
-* A lost heartbeat is repeated soon, not one interval later; one with a refused token less and less often.
+* A lost heartbeat is repeated soon, not one interval later; one with a refused token is repeated less and less often.
 * A heartbeat that fails by a defect reports it; the worker does not continue without one.
 """
 

@@ -2,7 +2,7 @@
 
 * A run's spec is fetched once and kept.
 * A plan reads files and the model hub on a thread; episodes continue meanwhile.
-* While the orchestrator is unavailable, an attempt waits for its spec; a spec that cannot be fetched is a failure.
+* While the orchestrator is unavailable, an attempt waits for its spec; a refused request for it is a failure.
 """
 
 from __future__ import annotations

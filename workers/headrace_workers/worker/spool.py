@@ -2,7 +2,7 @@
 
 * A record stays until its submission is answered: an outage does not cause reruns.
 * The spool is limited in bytes, including images; while it is full, the worker leases no attempts.
-* Records leave in the order they arrived, except postponed ones.
+* Records are submitted in the order of their arrival, except postponed ones.
 """
 
 from __future__ import annotations

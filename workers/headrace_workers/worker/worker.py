@@ -153,11 +153,11 @@ class Worker:
         try:
             done, _ = await asyncio.wait([stopping, *background], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # only the wait for the stop may end by itself; another end is a defect, and raises here
+                task.result()  # any other task than the wait for the stop ends only by a defect, and raises it here
             self._deadline = self._tools.clock() + self._settings.grace_s
             await _cancel_and_wait(background.pop(0))
             await self._finish_running()
-            await self._hand_back()
+            await self._return_remaining()
             return await self._flush() and not self._has_failed
         finally:
             await _cancel_and_wait(stopping, *background)
@@ -168,18 +168,18 @@ class Worker:
 
     async def _lease_forever(self) -> None:
         backoff = Backoff()
-        tell_holding = True
+        report_held = True
         while True:
             await self._gather_slots()
             try:
-                request = self._lease_request(tell_holding=tell_holding)
+                request = self._lease_request(report_held=report_held)
                 reply = await self._connections.work.lease(request, answer_s=self._answer_s())
             except HeadraceError as error:
-                tell_holding = True
+                report_held = True
                 # Attempts granted in a lost answer expire unless the next request comes within their term.
                 await backoff.pause(error, longest_s=self._shortest_term_s / LEASES_PER_TERM)
                 continue
-            tell_holding = False
+            report_held = False
             backoff.reset()
             self._attempts.cancel(reply.cancels)
             for assignment in reply.attempts:
@@ -189,7 +189,7 @@ class Worker:
             if not reply.attempts:
                 await asyncio.sleep(EMPTY_PAUSE_S)
 
-    def _lease_request(self, *, tell_holding: bool) -> messages.LeaseRequest:
+    def _lease_request(self, *, report_held: bool) -> messages.LeaseRequest:
         settings = self._settings
         return messages.LeaseRequest(
             worker=settings.name,
@@ -197,7 +197,7 @@ class Worker:
             capabilities=[*settings.capabilities, *self._tools.sandbox.capabilities],
             slots=settings.slots,
             free=min(self._free(), max(1, self._settings.slots // LEASES_PER_FILL)),
-            holding=self._attempts.keys() if tell_holding else None,
+            holding=self._attempts.keys() if report_held else None,
             wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_PER_TERM),
         )
 
@@ -305,17 +305,17 @@ class Worker:
         await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         await _cancel_and_wait(*waits)
 
-    async def _hand_back(self) -> None:
+    async def _return_remaining(self) -> None:
         """Cancel the remaining attempts and return them. Without an answer, their leases expire."""
-        rest = [running for running in self._attempts.running.values() if not running.recorded]
-        for running in rest:
+        remaining = [running for running in self._attempts.running.values() if not running.recorded]
+        for running in remaining:
             running.cancel("The worker stops.", wanted=False)
-        keys = [key_of(running.assignment) for running in rest]
+        keys = [key_of(running.assignment) for running in remaining]
         if not keys:
             return
         try:
             async with timeout(SHUTDOWN_S):
-                await self._connections.work.hand_back(keys)
+                await self._connections.work.return_attempts(keys)
             logger().info("returned attempts", attempts=len(keys))
         except (HeadraceError, TimeoutError) as error:
             logger().error("could not return attempts; their leases will expire", attempts=len(keys), error=str(error))
@@ -326,7 +326,7 @@ class Worker:
             async with timeout(max(SHUTDOWN_S, left_s)):
                 await self._spool.emptied.wait()
         except TimeoutError:
-            logger().error("records are lost: the orchestrator did not take them", records=len(self._spool))
+            logger().error("records are lost: they were not submitted in time", records=len(self._spool))
             return False
         return True
 
