@@ -46,7 +46,7 @@ def problems(run: messages.RunStatus) -> list[str]:
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
 
-@click.command()
+@click.command(short_help="List all runs.")
 @service_options
 @json_option
 def runs(url: str | None, token: str | None) -> None:
