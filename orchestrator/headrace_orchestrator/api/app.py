@@ -84,11 +84,11 @@ class Router:
 
 
 class _DirectRequest(NamedTuple):
-    """A request to a direct handler. ``begun``: when its headers were read, in seconds."""
+    """A request to a direct handler. ``started_at``: the time when its headers were read, in seconds."""
 
     route: Route
     scope: Scope
-    begun: float
+    started_at: float
 
 
 class OrchestratorApp:
@@ -107,7 +107,7 @@ class OrchestratorApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"unsupported scope {scope['type']!r}; this service speaks HTTP only")
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         method, template, status = scope["method"], UNKNOWN_ROUTE, CLIENT_CLOSED_REQUEST
         request: HttpRequest | None = None
         try:
@@ -130,7 +130,7 @@ class OrchestratorApp:
         finally:
             if request is not None:
                 request.close()
-            self._metrics.count_request(method, template, status, time.perf_counter() - begun)
+            self._metrics.count_request(method, template, status, time.perf_counter() - started_at)
 
     def direct(self, scope: Scope) -> BodyHandler | None:
         """The function that takes the body of a request to a direct handler. None for all other requests, and for those
@@ -167,16 +167,16 @@ class OrchestratorApp:
             except Exception as error:  # noqa: BLE001 - it becomes the response, in a turn of its own
                 asyncio.get_running_loop().call_soon(on_stored, error)
 
-    def _respond(self, request: _DirectRequest, respond: Respond, given: msgspec.Struct | Exception) -> None:
-        route, _, begun = request
-        if isinstance(given, HeadraceError):
-            response = problem_response(given)
-        elif isinstance(given, Exception):
-            response = _internal_error(given, route.method, route.path)
+    def _respond(self, request: _DirectRequest, respond: Respond, result: msgspec.Struct | Exception) -> None:
+        route, _, started_at = request
+        if isinstance(result, HeadraceError):
+            response = problem_response(result)
+        elif isinstance(result, Exception):
+            response = _internal_error(result, route.method, route.path)
         else:
-            response = HttpResponse(msgspec.json.encode(given), status=route.status)
+            response = HttpResponse(msgspec.json.encode(result), status=route.status)
         assert isinstance(response.body, bytes)
-        self._metrics.count_request(route.method, route.path, response.status, time.perf_counter() - begun)
+        self._metrics.count_request(route.method, route.path, response.status, time.perf_counter() - started_at)
         respond(response.status, response_head(response, response.body, self._service.epoch), response.body)
 
     def _authorize(self, header: Callable[[bytes], str], route: Route) -> None:

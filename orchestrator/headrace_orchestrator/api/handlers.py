@@ -155,8 +155,8 @@ async def trajectories(service: Service, request: HttpRequest) -> HandlerResult:
     before = request.number("before", None, int)
     if before is not None and not 0 <= before < 1 << 63:
         raise InvalidRequest(f"before={before} is not a place in a listing.", hint="Give the field next of a page.")
-    wanted = {name: request.query[name] for name in FILTER_COLUMNS if name in request.query}
-    return await service.trajectories(request.params["run"], wanted, limit, before)
+    filters = {name: request.query[name] for name in FILTER_COLUMNS if name in request.query}
+    return await service.trajectories(request.params["run"], filters, limit, before)
 
 
 async def trajectory(service: Service, request: HttpRequest) -> HandlerResult:
@@ -164,8 +164,8 @@ async def trajectory(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def asset(service: Service, request: HttpRequest) -> HandlerResult:
-    found = await service.require_stored().assets.read(request.params["asset"])
-    return HttpResponse(found, media_type=messages.ASSET_MEDIA_TYPE)
+    data = await service.require_stored().assets.read(request.params["asset"])
+    return HttpResponse(data, media_type=messages.ASSET_MEDIA_TYPE)
 
 
 async def assets(service: Service, request: HttpRequest) -> HandlerResult:

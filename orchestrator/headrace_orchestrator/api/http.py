@@ -138,9 +138,9 @@ def require_name(field: str, name: str) -> None:
 def _require_storable(value: msgspec.Struct) -> None:
     """Raise InvalidRequest where a field could not be stored."""
     for name in NAME_FIELDS:
-        given = getattr(value, name, None)
-        if isinstance(given, str):
-            require_name(name, given)
+        text = getattr(value, name, None)
+        if isinstance(text, str):
+            require_name(name, text)
     try:
         msgspec.msgpack.encode(value)
     except (OverflowError, RecursionError) as error:
@@ -157,8 +157,8 @@ def _unstorable(value: Any, path: str = "") -> str:
     if isinstance(value, int):
         return path if not -(1 << 63) <= value < 1 << 64 else ""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    found = (_unstorable(item, f"{path}.{key}" if path else str(key)) for key, item in items)
-    return next(filter(None, found), "")
+    paths = (_unstorable(item, f"{path}.{key}" if path else str(key)) for key, item in items)
+    return next(filter(None, paths), "")
 
 
 async def read_body(receive: Receive, declared: str, limit: int) -> bytes:

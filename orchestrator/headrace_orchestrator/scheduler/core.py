@@ -98,8 +98,8 @@ class Scheduler:
             emit(state, events.WorkerDraining(worker=worker, over=True), now)
 
     def next_deadline(self) -> float | None:
-        """Latest time of the next ``tick``: the next deadline, and while anything is leased, often enough to tell a
-        quiet time from a stall of this process."""
+        """Latest time of the next ``tick``: the next deadline, or earlier while anything is leased, so that a quiet
+        time differs from a stall of this process."""
         attempts = self.state.workers.next_deadline()
         deadlines = [] if attempts is None else [attempts]
         for run in self.state.runs.values():

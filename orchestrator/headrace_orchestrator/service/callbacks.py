@@ -1,4 +1,4 @@
-"""The callback of everything that is answered once it is stored."""
+"""The callback of requests that are answered once their result is stored."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ log = logs.logger(__name__)
 
 
 REMEMBERED = 64
-"""Leases that are known to have reached their learner: far more than one learner has pulls at a time."""
+"""Number of leases remembered as having reached their learner: far more than one learner's pulls at a time."""
 
 
 class Pulls:
@@ -102,13 +102,13 @@ class Pulls:
     async def _ended_on_disk(self, body: AsyncIterator[BatchBody]) -> AsyncIterator[BatchBody]:
         """Send a body while its events are written, and its last bytes when they are on disk: without these it is not
         valid."""
-        held: BatchBody = ()
+        last: BatchBody = ()
         async for parts in body:
-            if held:
-                yield held
-            held = parts
-        end = memoryview(held[-1])
-        yield (*held[:-1], end[:-ALIGNMENT])
+            if last:
+                yield last
+            last = parts
+        end = memoryview(last[-1])
+        yield (*last[:-1], end[:-ALIGNMENT])
         await self._shell.store.log.synced()
         yield (end[-ALIGNMENT:],)
 

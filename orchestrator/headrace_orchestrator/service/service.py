@@ -103,8 +103,8 @@ class Service(Lifecycle):
 
     async def assets(self, request: messages.AssetsRequest) -> bytes:
         """The first of these assets, as many as one response takes; an error in place of a missing or damaged one."""
-        found = await self.require_stored().assets.read_many(request.names, ASSETS_BYTES)
-        return await asyncio.to_thread(pack_assets, found)
+        contents = await self.require_stored().assets.read_many(request.names, ASSETS_BYTES)
+        return await asyncio.to_thread(pack_assets, contents)
 
     # Runs -----------------------------------------------------------------------------------------------------
 
@@ -229,10 +229,10 @@ class Service(Lifecycle):
         )
 
     def _store_status(self) -> dict[str, float]:
-        found: dict[str, float] = {"sync_p50_s": statistics.median(self._syncs) if self._syncs else 0.0}
+        status: dict[str, float] = {"sync_p50_s": statistics.median(self._syncs) if self._syncs else 0.0}
         if self._running is not None:
             store, assets = self._running.shell.store, self._running.assets
-            found |= {
+            status |= {
                 "assets": assets.count,
                 "asset_bytes": assets.size_bytes,
                 "log_bytes": store.log.size_bytes,
@@ -241,7 +241,7 @@ class Service(Lifecycle):
                 "unprojected_rows": store.unprojected,
                 "projection_wal_bytes": store.projection.wal_bytes(),
             }
-        return found
+        return status
 
     async def trajectories(
         self, run: str, filters: Mapping[str, str], limit: int, before: int | None
@@ -261,16 +261,16 @@ class Service(Lifecycle):
     async def trajectory(self, trajectory: str) -> bytes:
         """A record as it is stored. Raises UnknownTrajectory, CorruptRecord."""
         store = self.require_stored().shell.store
-        found = await self._find(store, trajectory)
-        return await asyncio.to_thread(store.log.read, found.location)
+        stored = await self._find(store, trajectory)
+        return await asyncio.to_thread(store.log.read, stored.location)
 
     async def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
         """Returns and advantages of a trajectory in its latest batch. Raises UnknownTrajectory, UnknownBatch,
         CorruptRecord."""
         store = self.require_stored().shell.store
-        found = await self._find(store, trajectory)
-        at = await asyncio.to_thread(store.projection.batch_of, found.run, found.group)
-        head = await asyncio.to_thread(store.log.read, at) if at is not None else b""
+        stored = await self._find(store, trajectory)
+        location = await asyncio.to_thread(store.projection.batch_of, stored.run, stored.group)
+        head = await asyncio.to_thread(store.log.read, location) if location is not None else b""
         manifest = read_manifest(head) if head else None
         if manifest is None or trajectory not in manifest.trajectories:
             raise UnknownBatch(
@@ -295,7 +295,7 @@ class Service(Lifecycle):
 
     async def _find(self, store: Store, trajectory: str) -> StoredTrajectory:
         await store.project()
-        found = await asyncio.to_thread(store.projection.find, trajectory)
-        if found is None:
+        stored = await asyncio.to_thread(store.projection.find, trajectory)
+        if stored is None:
             raise UnknownTrajectory(f"There is no trajectory {trajectory!r}.", hint="List those of a run first.")
-        return found
+        return stored

@@ -2,7 +2,7 @@
 
 * A command is decided and its events are appended in one turn of the event loop.
 * No response ends before everything that it rests on is on disk; neither does an error.
-* A timer for the scheduler's next deadline lets time pass; while the disk refuses, time stands still.
+* A timer for the scheduler's next deadline lets time pass, except while the disk refuses writes.
 * The state in memory never gets ahead of the log: a decision that cannot be stored stops the service until a restart.
 """
 
@@ -162,9 +162,9 @@ class Shell:
     # Time -----------------------------------------------------------------------------------------------------
 
     def set_timer(self) -> None:
-        """Have ``tick`` run at the scheduler's next deadline. A timer that is too early does no harm.
+        """Schedule ``tick`` for the scheduler's next deadline. A timer that is too early does no harm.
 
-        While the disk refuses, time stands still: no holder of a lease could renew it."""
+        While the disk refuses, no time passes: no holder of a lease could renew it."""
         if self.store.log.failure:
             return
         deadline = self.core.next_deadline()
@@ -175,7 +175,7 @@ class Shell:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now()), self._tick)
 
     def stop_timer(self) -> None:
-        """Let no more time pass until ``set_timer``."""
+        """Stop the scheduler's time until ``set_timer``."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -237,5 +237,5 @@ _LOG_EVENT: dict[type, Callable[[Any], None]] = {
     ServerDrained: lambda event: log.info("policy server drains", run=event.run, address=event.address),
     ServerRemoved: lambda event: log.info("policy server removed", run=event.run, address=event.address),
 }
-"""Functions that write an event to the program's log, by type: what operators read there. The log of the data directory
-has all events."""
+"""Functions that write an event to the program's log, by type: the lines that operators read. The log of the
+data directory has all events."""

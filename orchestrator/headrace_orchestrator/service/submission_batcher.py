@@ -51,7 +51,7 @@ class SubmissionBatcher:
         self._replies: set[asyncio.Task[None]] = set()
 
     def add(self, records: Sequence[SubmittedRecord], on_stored: StoredCallback[list[SubmitResult]]) -> None:
-        """Have the records judged. ``on_stored`` gets one result each, in their order, or StoreError."""
+        """Queue records to be judged. ``on_stored`` gets one result each, in their order, or StoreError."""
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._judge_after, MORE_TURNS)
         self._pending.append(_PendingSubmission(records, on_stored))
@@ -86,9 +86,9 @@ class SubmissionBatcher:
             await self._shell.store.log.synced()
         except StoreError as refused:
             error = refused
-        given = iter(results if error is None else ())
+        remaining = iter(results if error is None else ())
         for submission in batch:
-            own = list(islice(given, len(submission.records)))
+            own = list(islice(remaining, len(submission.records)))
             try:
                 submission.on_stored(error or own)
             except Exception:

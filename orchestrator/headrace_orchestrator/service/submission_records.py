@@ -58,7 +58,7 @@ class SubmittedRecord(NamedTuple):
 
 
 def parse_submission(worker: str, body: bytes) -> list[SubmittedRecord]:
-    """Split a worker's body into its records. Raises InvalidRequest."""
+    """Split a submission's body into its records. Raises InvalidRequest."""
     if len(body) < _LENGTH.size:
         raise _unreadable(f"it is {len(body)} bytes long")
     start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
@@ -83,7 +83,7 @@ def parse_submission(worker: str, body: bytes) -> list[SubmittedRecord]:
 
 
 STALE_VERDICTS = frozenset({"superseded", "not-yours"})
-"""Verdicts on attempts that the worker does not hold any more; each is explained by an error of its own."""
+"""Verdicts on attempts that the worker does not hold any more; an error explains each."""
 
 
 def explained_result(head: SubmissionHead, result: SubmitResult, worker: str) -> SubmitResult:
@@ -93,7 +93,7 @@ def explained_result(head: SubmissionHead, result: SubmitResult, worker: str) ->
     if result.verdict == "superseded":
         error = AttemptSuperseded(
             f"{attempt} was superseded: a newer attempt exists, or the episode is over.",
-            hint="Drop the record; another one stands, or will.",
+            hint="Drop the record: the episode has another result, or will have one.",
         )
     else:
         error = AttemptNotYours(
@@ -123,20 +123,20 @@ class SubmissionJudge:
 
     def judge(self, submitted: Sequence[SubmittedRecord]) -> list[SubmitResult]:
         """Validate each record and have the scheduler decide; one result each, in their order. Raises StoreError."""
-        read: list[TrajectoryWrite | SubmitResult] = []
+        decoded: list[TrajectoryWrite | SubmitResult] = []
         for item in submitted:
             try:
-                read.append(self._read(item))
+                decoded.append(self._read(item))
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
-                read.append(_refusal(item.head, error))
+                decoded.append(_refusal(item.head, error))
         # One lookup for all: one for each record would cost more than everything else.
         self._owners = self._store.episodes_of(
-            [item.entry.event.trajectory for item in read if isinstance(item, TrajectoryWrite)]
+            [item.entry.event.trajectory for item in decoded if isinstance(item, TrajectoryWrite)]
         )
         results: list[SubmitResult] = []
-        for item, ended in zip(submitted, read, strict=True):
+        for item, write in zip(submitted, decoded, strict=True):
             try:
-                results.append(self._decide(item, ended) if isinstance(ended, TrajectoryWrite) else ended)
+                results.append(self._decide(item, write) if isinstance(write, TrajectoryWrite) else write)
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 results.append(_refusal(item.head, error))
         return results
@@ -159,26 +159,26 @@ class SubmissionJudge:
             ProjectedTrajectory(outcome, trajectory.stop_reason, trajectory.provenance, assets), record
         )
 
-    def _decide(self, item: SubmittedRecord, ended: TrajectoryWrite) -> SubmitResult:
-        head, entry = item.head, ended.entry
+    def _decide(self, item: SubmittedRecord, write: TrajectoryWrite) -> SubmitResult:
+        head, entry = item.head, write.entry
         outcome = entry.event
         self._check_owner(outcome)
         if entry.assets:
             self._check_assets(entry.assets)
         verdict = judge(self._state, item.worker, head.nonce, outcome, self._now)
         if verdict == "accepted":
-            self.accepted[head.episode] = ended
+            self.accepted[head.episode] = write
             self._owners[outcome.trajectory] = head.episode
         elif verdict == "superseded" and outcome.trajectory in self._owners:
             verdict = "duplicate"  # this very record is stored; the scheduler forgets it with its group
         return SubmitResult(episode=head.episode, verdict=verdict)
 
     def _check_owner(self, outcome: EpisodeEnded) -> None:
-        """Raise InvalidTrajectory where another episode's record has its id."""
+        """Raise InvalidTrajectory where the record has the trajectory id of another episode's record."""
         owner = self._owners.get(outcome.trajectory)
         if owner is not None and owner != outcome.episode:
             raise InvalidTrajectory(
-                f"The trajectory id {outcome.trajectory} is that of episode {owner}.",
+                f"The trajectory id {outcome.trajectory} belongs to episode {owner}.",
                 hint="Make a fresh id for each record.",
             )
 
@@ -195,7 +195,7 @@ class SubmissionJudge:
             )
 
     def _check_provenance(self, worker: str, trajectory: Trajectory) -> None:
-        """Raise InvalidTrajectory where the record is of another worker, or trains another policy than its run."""
+        """Raise InvalidTrajectory where another worker made the record, or it trains a policy that its run does not."""
         maker = trajectory.provenance.worker
         if maker != worker:
             raise InvalidTrajectory(

@@ -98,10 +98,10 @@ class Submissions:
         return messages.SubmitReply(epoch=self._epoch, results=results)
 
 
-def _settle(replied: asyncio.Future[messages.SubmitReply], given: messages.SubmitReply | Exception) -> None:
+def _settle(replied: asyncio.Future[messages.SubmitReply], result: messages.SubmitReply | Exception) -> None:
     if replied.done():
         return  # the caller was cancelled
-    if isinstance(given, Exception):
-        replied.set_exception(given)
+    if isinstance(result, Exception):
+        replied.set_exception(result)
     else:
-        replied.set_result(given)
+        replied.set_result(result)

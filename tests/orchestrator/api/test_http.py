@@ -1,4 +1,4 @@
-"""HTTP as the orchestrator speaks it."""
+"""The orchestrator's HTTP: connections, their ends, and requests without a task."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IDLE_TIMEOUT, REQUEST_TIMEOUT = "headrace.server.process.KEEP_ALIVE_S", "headrac
 
 
 async def is_closed(data_dir: Path, before: bytes, said: bytes) -> None:
-    """A connection on which a client says this, after a request that was answered if there was one."""
+    """Require that a connection is closed on which a client sent ``said``, after the request ``before`` if any."""
     async with orchestrator(data_dir) as api, connected(api) as (reader, writer):
         if before:
             writer.write(before)
@@ -64,16 +64,14 @@ async def test_a_connection_on_which_no_request_begins_is_closed(
 
 @pytest.mark.parametrize("said", [b"G", HEAD[:40], HEAD % 100 + LEASE], ids=["a letter", "half a head", "half a body"])
 @pytest.mark.parametrize("before", [b"", HEALTH], ids=["at first", "after another"])
-async def test_a_connection_whose_request_is_not_here_whole_in_time_is_closed(
+async def test_a_connection_whose_request_is_not_complete_in_time_is_closed(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, said: bytes
 ):
     monkeypatch.setattr(REQUEST_TIMEOUT, 0.05)
     await is_closed(data_dir, before, said)
 
 
-async def test_a_request_that_is_here_whole_is_answered_however_long_that_takes(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_complete_request_is_answered_however_long_that_takes(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(IDLE_TIMEOUT, 0.3)
     monkeypatch.setattr(REQUEST_TIMEOUT, 0.3)
     async with orchestrator(data_dir) as api, connected(api) as (reader, writer):
@@ -83,7 +81,7 @@ async def test_a_request_that_is_here_whole_is_answered_however_long_that_takes(
         assert b" 200 " in await reader.readline()
 
 
-async def test_answers_come_in_the_order_of_their_requests(api: Api):
+async def test_responses_are_sent_in_the_order_of_their_requests(api: Api):
     async with connected(api) as (reader, writer):
         writer.write(HEALTH + HEALTH.replace(b"healthz", b"nothing") + HEALTH)
         for status in (b"200", b"404", b"200"):
@@ -104,7 +102,7 @@ async def test_a_head_request_gets_the_length_and_no_body(api: Api):
 @pytest.mark.parametrize(
     "request_", [HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), HEALTH.replace(b"1.1", b"1.0")]
 )
-async def test_a_client_that_goes_is_told_that_the_connection_ends(api: Api, request_: bytes):
+async def test_a_response_says_that_the_connection_ends_where_it_does(api: Api, request_: bytes):
     async with connected(api) as (reader, writer):
         writer.write(request_)
         answer = await cast(Any, reader.read())
@@ -126,7 +124,7 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of what comes the way of all requests."""
+    """The paths of the requests that get a task of their own."""
     paths: list[str] = []
     call = OrchestratorApp.__call__
 
@@ -138,7 +136,9 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-async def test_a_small_submission_needs_no_task_and_is_refused_in_the_same_words(data_dir: Path, tasks: list[str]):
+async def test_a_small_request_to_a_route_with_a_direct_handler_needs_no_task_of_its_own(
+    data_dir: Path, tasks: list[str]
+):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         attempt, *_ = await api.lease(free=1)
@@ -155,11 +155,11 @@ async def test_a_small_submission_needs_no_task_and_is_refused_in_the_same_words
                 assert await status_of(reader) == status
             assert await status_of(reader) == 400
         assert not tasks
-        counted = await api.ask("GET", "/v1/runs/run")
-        assert counted["episodes"]["finished"] == 1
+        run = await api.ask("GET", "/v1/runs/run")
+        assert run["episodes"]["finished"] == 1
 
 
-async def test_what_is_longer_or_refused_before_its_body_goes_the_way_of_all(data_dir: Path, tasks: list[str]):
+async def test_a_request_that_is_longer_or_refused_before_its_body_gets_a_task(data_dir: Path, tasks: list[str]):
     async with orchestrator(data_dir) as api, connected(api) as (reader, writer):
         writer.write(post(bytes(SMALL_BYTES + 1)))
         assert await status_of(reader) == 400
@@ -170,12 +170,12 @@ async def test_what_is_longer_or_refused_before_its_body_goes_the_way_of_all(dat
 
 
 @pytest.mark.parametrize("broken", ["submissions.parse_submission", "submission_records.SubmissionJudge.judge"])
-async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only_and_logged_whole(
+async def test_an_unexpected_error_of_a_direct_handler_is_logged_and_answers_its_client_only(
     api: Api, tasks: list[str], monkeypatch: pytest.MonkeyPatch, broken: str
 ):
     error, log = ZeroDivisionError(), Mock()
 
-    def break_(*given: object) -> None:
+    def break_(*args: object) -> None:
         raise error
 
     with monkeypatch.context() as patched:

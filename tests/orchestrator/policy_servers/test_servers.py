@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from headrace.wire import messages
 from headrace_orchestrator.policy_servers import calls
+from headrace_orchestrator.service.policy_servers import watches
+from headrace_orchestrator.service.policy_servers.watch import PolicyServerWatch
 from tests.orchestrator.policy_servers.doubles import double
 from tests.orchestrator.serving import Api, orchestrator
 
@@ -67,7 +70,7 @@ async def test_added_drained_and_removed_servers_are_known_after_a_restart(data_
             await until(api, lambda servers: servers[one].state == "serving")
 
 
-async def test_a_long_poll_is_answered_at_the_next_revision(api: Api) -> None:
+async def test_a_long_poll_that_names_the_revision_it_knows_is_answered_at_the_next_one(api: Api) -> None:
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
         known = await until(api, lambda servers: servers[one].state == "serving")
@@ -78,6 +81,25 @@ async def test_a_long_poll_is_answered_at_the_next_revision(api: Api) -> None:
         assert changed.servers[0].state == "draining"
         assert changed.revision > known.revision
         assert (await servers(api, revision=changed.revision, wait_s=0.01)).revision == changed.revision
+
+
+async def test_a_failed_watch_is_logged_with_its_traceback_and_started_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, failures, step = Mock(), iter([RuntimeError("the watch fails once")]), PolicyServerWatch._step
+
+    async def failing_step(watch: PolicyServerWatch) -> None:
+        for failure in failures:
+            raise failure
+        await step(watch)
+
+    monkeypatch.setattr(watches, "RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(watches, "log", log)
+    monkeypatch.setattr(PolicyServerWatch, "_step", failing_step)
+    async with double() as one:
+        await api.create_run(policy={"endpoints": [one]})
+        await until(api, lambda servers: one in servers and servers[one].state == "serving")
+    log.exception.assert_called_once_with("the watch of policy servers failed", run="run")
 
 
 async def test_a_server_that_dies_is_ejected_and_returns_when_it_answers(api: Api) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,19 @@ import pytest
 
 from headrace.batch.batch import Batch
 from headrace.common.ids import new_id
+from headrace.runspec import RunSpec
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.log import log as log_module
 from headrace_orchestrator.buffer.log.log import LocatedFrame, Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
+from headrace_orchestrator.scheduler.commands import runs
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
+from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, RunCreated, WorkerDraining
 from headrace_orchestrator.scheduler.queries.durable_values import durable_values
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import bodies
-from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, events_of
+from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, Write, events_of
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
@@ -187,13 +190,36 @@ async def test_a_batch_may_hold_records_that_are_not_on_disk_yet(api: Api, disk:
     batch.verify()
 
 
-async def test_a_timer_lets_time_pass(api: Api):
+async def test_a_command_is_decided_and_its_events_are_appended_in_one_turn_of_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    await api.create_run()
+    steps: list[str] = []
+    create, append = runs.create_run, Store.append
+
+    def created(state: SchedulerState, spec: RunSpec, now: float) -> None:
+        steps.append(f"decide {spec.name}")
+        create(state, spec, now)
+
+    def appended(store: Store, writes: Sequence[Write]) -> None:
+        steps.extend(f"append {write.run}" for write in writes if isinstance(write, RunCreated))
+        append(store, writes)
+
+    monkeypatch.setattr(runs, "create_run", created)
+    monkeypatch.setattr(Store, "append", appended)
+    await asyncio.gather(*(api.create_run(name=name) for name in ("one", "two", "three")))
+    assert len(steps) == 6
+    for decided, stored in zip(steps[::2], steps[1::2], strict=True):
+        assert (decided, stored) == (f"decide {decided[7:]}", f"append {decided[7:]}")
+
+
+async def test_a_timer_for_the_schedulers_next_deadline_lets_time_pass(api: Api):
     await api.create_run(attempt_lease_s=0.2, batch_lease_s=0.2)
     first = (await api.lease(free=1))[0]
-    again = await api.lease("worker-2", free=8, wait_s=0)
-    assert first.episode not in {a.episode for a in again}
-    found = await api.lease("worker-3", free=1, wait_s=30)
-    assert found[0].attempt == 2
+    others = await api.lease("worker-2", free=8, wait_s=0)
+    assert first.episode not in {a.episode for a in others}
+    regranted = await api.lease("worker-3", free=1, wait_s=30)
+    assert regranted[0].attempt == 2
 
 
 async def test_gauges_are_read_from_the_state_when_they_are_scraped(api: Api):
@@ -436,7 +462,7 @@ async def test_a_timer_that_fails_stops_the_service(api: Api, monkeypatch: pytes
     def tick(core: Scheduler, now: float) -> None:
         raise RuntimeError("time is out of joint")
 
-    await api.create_run(attempt_lease_s=2)  # its answer is there before the timer
+    await api.create_run(attempt_lease_s=2)  # its response is sent before the timer runs
     monkeypatch.setattr(Scheduler, "tick", tick)
     await api.lease(free=1)
 

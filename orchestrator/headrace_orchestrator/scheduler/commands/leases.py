@@ -6,7 +6,7 @@
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
 * The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
-* A heartbeat renews what it lists; its reply names what of it is over.
+* A heartbeat renews the attempts that it lists; its reply names those of them that are over.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _hear_from(
 
 
 def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
-    """Renew what a worker holds."""
+    """Renew the attempts that a worker holds."""
     worker = _hear_from(state, request, now)
     worker.stats = request.stats
     cancels, _ = _renew(state, worker, request.holding, now)
@@ -137,11 +137,11 @@ def _grant_again(
     now: float,
 ) -> list[messages.Assignment]:
     """Grant again, unchanged, attempts that never reached the worker, within its free slots."""
-    held = {(key.episode, key.attempt) for key in holding}
+    listed = {(key.episode, key.attempt) for key in holding}
     again: list[messages.Assignment] = []
     changed: dict[str, Run] = {}
     for episode in list(worker.attempts.values()):
-        if (episode.id, episode.attempt) in held:
+        if (episode.id, episode.attempt) in listed:
             continue
         run = state.run_of(episode)
         if episode.state == "cancelling":
@@ -189,18 +189,18 @@ def _backoff_room(run: Run, now: float) -> int:
 
 
 def _grantable(run: Run, slots: int) -> int:
-    """Queued episodes that may be granted now, of a pool with so many slots."""
+    """Number of queued episodes that may be granted now in a pool with that many slots."""
     return _training_grantable(run) + _evaluation_grantable(run, slots)
 
 
 def _training_grantable(run: Run) -> int:
-    """Queued training episodes that may be granted: none while their results would be stale at once."""
+    """Number of queued training episodes that may be granted: 0 while their results would be stale at once."""
     return 0 if run.outdated else min(run.queued, run.concurrency_cap.room(run.leased))
 
 
 def _evaluation_grantable(run: Run, slots: int) -> int:
-    """Queued evaluation episodes that may be granted: beyond their share of the slots only where the concurrency cap
-    holds no training back."""
+    """Number of queued evaluation episodes that may be granted: more than their share of the slots only where the
+    concurrency cap does not hold training back."""
     if run.queued > run.concurrency_cap.room(run.leased):
         return min(run.evaluation_ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
     return run.evaluation_ready
@@ -219,20 +219,20 @@ def _share(runs: list[Run], limits: list[int], free: int) -> list[tuple[Run, int
     if len(runs) == 1:
         return [(runs[0], min(free, room[0]))] if room[0] else []
     leased = [run.leased + run.evaluation_leased for run in runs]
-    given = [0] * len(runs)
+    shares = [0] * len(runs)
     with_room = [index for index in range(len(runs)) if room[index] > 0]
     while free and with_room:
         index = min(with_room, key=leased.__getitem__)
-        given[index] += 1
+        shares[index] += 1
         leased[index] += 1
         free -= 1
-        if given[index] == room[index]:
+        if shares[index] == room[index]:
             with_room.remove(index)
-    return [(run, count) for run, count in zip(runs, given, strict=True) if count]
+    return [(run, count) for run, count in zip(runs, shares, strict=True) if count]
 
 
 def _pick(run: Run, count: int, slots: int) -> list[Episode]:
-    """The next ``count`` episodes of a run; at least so many may be granted."""
+    """The next ``count`` episodes of a run, of which at least that many may be granted."""
     ready = run.evaluation_ready
     if not ready:
         return _head(run.queue, count)

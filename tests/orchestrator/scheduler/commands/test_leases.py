@@ -96,7 +96,7 @@ def test_a_draining_worker_gets_nothing_new(harness):
 # Leases -------------------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_renews_what_it_lists(harness):
+def test_a_heartbeat_renews_the_attempts_that_it_lists(harness):
     harness.run(attempt_lease_s=30)
     kept, lost = harness.lease(2)
     harness.holding["w"].pop(lost.episode)
