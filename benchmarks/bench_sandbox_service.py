@@ -25,8 +25,8 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.client import client_of
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import SandboxCommand, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.service.server import serve_with
 from headrace_sandbox.service.settings import ServiceSettings
 
@@ -58,7 +58,7 @@ class NullRuntime:
         isolation=isolation,
     )
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         return self.result
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
@@ -76,7 +76,7 @@ def serve(name: str, path: str) -> None:
     import uvloop
 
     async def until_killed() -> None:
-        runtime: Runtime = NullRuntime() if name == "nothing" else Bubblewrap()
+        runtime: Runtime = NullRuntime() if name == "nothing" else BubblewrapRuntime()
         settings = ServiceSettings(runtime=name, socket=Path(path), pool=PoolSettings(), log_level="warning")
         await serve_with(runtime, settings, ready=lambda address: print(address, flush=True), stop=asyncio.Event())
 
@@ -94,7 +94,7 @@ async def timed(call: Callable[[PythonProgram, Limits], Awaitable[ExecResult]]) 
 
 async def measure(folder: str) -> dict[str, list[float]]:
     """Return the milliseconds of each execution, by way."""
-    direct = Bubblewrap()
+    direct = BubblewrapRuntime()
     through, nothing = client_of(f"unix://{folder}/bubblewrap"), client_of(f"unix://{folder}/nothing")
     ways = {"direct": direct.run_code, "service": through.run_code, "nothing": nothing.run_code}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -110,7 +110,7 @@ async def measure(folder: str) -> dict[str, list[float]]:
 
 def main() -> None:
     try:
-        Bubblewrap()
+        BubblewrapRuntime()
     except SandboxFailure as error:
         report("sandbox-service", [missing("run_code through the service", str(error))])
     else:

@@ -11,7 +11,7 @@ from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM
 from benchmarks.table import Row
 from headrace_sandbox.conformance.leftovers import Traces, descendants, traces
 from headrace_sandbox.runtimes.bubblewrap.fork_server import IDLE_S
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 EXECUTIONS, FRESH_EVERY, AT_A_TIME = 1000, 10, 4
 
@@ -20,7 +20,7 @@ MOST_IDLE_MB = 10.0
 
 async def rows() -> list[Row]:
     """Traces after a thousand executions, one in ten of them in a fresh sandbox; memory of an idle warm sandbox."""
-    await Bubblewrap().close()  # this process keeps the lock on its range of users
+    await BubblewrapRuntime().close()  # this process keeps the lock on its range of users
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # where files of this process would be, and no others
         try:
@@ -31,7 +31,7 @@ async def rows() -> list[Row]:
 
 async def _rows() -> list[Row]:
     before = _all()
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     await runtime.run_code(PROGRAM, LIMITS)
     await asyncio.sleep(2 * IDLE_S + 0.5)
     idle_mb = sum(map(_pss_kib, descendants(os.getpid()))) / 1024

@@ -8,7 +8,7 @@ from benchmarks.buffer.peers import Peer
 from benchmarks.sandbox.ways import LIMITS, PROGRAM, in_turns
 from benchmarks.table import Row
 from headrace_sandbox.result import ExecResult
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 ROUNDS = 50
 
@@ -18,7 +18,7 @@ FUSION = "SandboxFusion: its package is a client; the server comes as a Docker i
 async def rows() -> list[Row]:
     """Ours beside SWE-ReX on this machine, without a container: a command, and a cell of a shell that lives on."""
     peer = await asyncio.to_thread(Peer, "swe_rex", "SWE-ReX")
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     took: dict[str, float] = {}
 
     async def asked(do: str) -> ExecResult | None:

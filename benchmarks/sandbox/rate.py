@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.sandbox.ways import LIMITS, PROGRAM, bare
 from benchmarks.table import Row
 from headrace_sandbox.host.supervisor import this_supervisor
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 EXECUTIONS, AT_A_TIME, ROUNDS = 200, 4, 5
 
@@ -22,7 +22,7 @@ LEAST_A_SECOND_AND_CORE = 150.0
 
 async def rows() -> list[Row]:
     """Rates of rounds in turns, the best of each: what else runs here only takes away."""
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
 
     async def code() -> None:
         await runtime.run_code(PROGRAM, LIMITS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.sandbox.docker import docker_exec
 from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM, Way, bare, in_turns, living
 from benchmarks.table import Row
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 ROUNDS = 60
 
@@ -15,7 +15,7 @@ MOST_GVISOR_MS = 60.0
 
 async def rows() -> list[Row]:
     """A fork and a fresh sandbox beside a bare interpreter; commands in sandboxes of other runtimes that live on."""
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     ways: dict[str, Way] = {
         "bare": bare,
         "code": lambda: runtime.run_code(PROGRAM, LIMITS),

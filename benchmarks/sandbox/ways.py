@@ -10,7 +10,7 @@ from statistics import median
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.shared.guest_modules import PYTHON
 
@@ -18,7 +18,7 @@ LIMITS = Limits()
 """Those that ship."""
 
 PROGRAM = PythonProgram(code="print(1)")
-COMMAND = Command(arguments=["python3", "-c", "print(1)"])
+COMMAND = SandboxCommand(arguments=["python3", "-c", "print(1)"])
 
 TTL_S = 600.0
 

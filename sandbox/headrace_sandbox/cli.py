@@ -26,7 +26,7 @@ from headrace_sandbox.conformance import suite
 from headrace_sandbox.doctor import DoctorReport, DoctorRow, diagnose
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, Runtime
+from headrace_sandbox.runtimes.base import Runtime, SandboxCommand
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime, ready_runtime
 from headrace_sandbox.service.command import serve
 
@@ -141,7 +141,7 @@ def run(
     limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20, pids=pids)
     brought = _contents(files)
     stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
-    asked = Command(arguments=command, stdin=stdin, files=brought)
+    asked = SandboxCommand(arguments=command, stdin=stdin, files=brought)
     try:
         result = asyncio.run(_run(runtime, allow_unsafe, asked, limits))
     except SandboxFailure as failure:
@@ -240,7 +240,7 @@ def _show(line: suite.CaseReport) -> None:
 sandbox.add_command(serve)
 
 
-async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) -> ExecResult:
+async def _run(name: str, allow_unsafe: bool, command: SandboxCommand, limits: Limits) -> ExecResult:
     runtime = await ready_runtime(name, allow_unsafe=allow_unsafe, say=_say)
     try:
         return await runtime.run(command, limits)

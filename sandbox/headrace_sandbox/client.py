@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, RequestError, SandboxFailure
 from headrace.http.client import HttpClient, NoResponse, Unreachable
 from headrace.http.problems import GATEWAY_STATUSES, read_problem
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
-from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
+from headrace_sandbox.runtimes.base import FileInfo, PythonProgram, SandboxCommand, SessionKind, Template
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
 
@@ -76,7 +76,7 @@ class ServiceRuntime:
         self.isolation = about.isolation
         return about
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         return await self._run(messages.RunRequest(command=command, limits=limits, **self._turn()), limits)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
@@ -113,7 +113,7 @@ class ServiceSandbox:
         self._calls = calls
         self._path = f"{API}/sandboxes/{opened.lease}"
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         asked = messages.CommandIn(command=command, limits=limits)
         return _decoded(await self._calls.post(f"{self._path}/run", asked, limits.wall_s), ExecResult)
 

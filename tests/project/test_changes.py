@@ -39,7 +39,7 @@ EXAMPLES = {
     "An estimator: `rloo`": Example(frozenset({"rloo"}), 2),
     "A selection rule: `lifo`": Example(frozenset({"lifo"}), 2),
     "An environment: `game:Nim-v0`": Example(frozenset({"game:Nim-v0", "Nim"}), 3),
-    "A sandbox runtime: `gvisor`": Example(frozenset({"gvisor", "Gvisor"}), 4),
+    "A sandbox runtime: `gvisor`": Example(frozenset({"gvisor", "GvisorRuntime"}), 3),
 }
 """By heading."""
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 Run = Callable[..., Awaitable[ExecResult]]
 """Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""
@@ -34,14 +34,14 @@ def _is_about_docker(item: pytest.Item) -> bool:
 
 
 @pytest.fixture
-async def fresh() -> AsyncIterator[Bubblewrap]:
-    runtime = Bubblewrap()
+async def fresh() -> AsyncIterator[BubblewrapRuntime]:
+    runtime = BubblewrapRuntime()
     yield runtime
     await runtime.close()
 
 
 @pytest.fixture
-async def sandbox(fresh: Bubblewrap) -> Sandbox:
+async def sandbox(fresh: BubblewrapRuntime) -> Sandbox:
     """A sandbox that lives on."""
     return await fresh.open(Template(files={"given/x.txt": b"given"}), 300.0)
 
@@ -56,14 +56,14 @@ async def forked() -> AsyncIterator[ForkServer]:
 @pytest.fixture(params=["fresh", "forked"])
 async def run(request: pytest.FixtureRequest) -> AsyncIterator[Run]:
     """The same program in a sandbox made for it, and in a fork of a warm interpreter."""
-    runtime: Any = Bubblewrap() if request.param == "fresh" else ForkServer()
+    runtime: Any = BubblewrapRuntime() if request.param == "fresh" else ForkServer()
 
     async def run_code(code: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = None, **limits: Any) -> Any:
         bounds = Limits(**{"wall_s": 20.0, **limits})
         if isinstance(runtime, ForkServer):
             return await runtime.run(PythonProgram(code=code, stdin=stdin, files=files or {}), bounds)
         return await runtime.run(
-            Command(
+            SandboxCommand(
                 arguments=["/usr/bin/python3", "-I", "main.py"],
                 stdin=stdin,
                 files={"main.py": code.encode(), **(files or {})},

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
+from headrace_sandbox.runtimes.base import FileInfo, PythonProgram, SandboxCommand, SessionKind, Template
 
 ISOLATION = Isolation(runtime="memory", versions={}, active=[])
 
@@ -55,7 +55,7 @@ class MemoryRuntime:
         self.is_closed = False
         self._numbers = itertools.count()
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         await asyncio.sleep(self.make_s)
         return await self.do(" ".join(command.arguments), limits)
 
@@ -93,7 +93,7 @@ class MemorySandbox:
         self._template = template
         self.files = dict(template.files)
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         return await self._runtime.do(" ".join(command.arguments), limits)
 
     async def session(self, kind: SessionKind) -> MemorySession:

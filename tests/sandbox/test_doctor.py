@@ -17,8 +17,8 @@ from headrace_sandbox.doctor import DoctorRow, best_of, check_runtime, diagnose
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes import registry
 from headrace_sandbox.runtimes import self_test as selftest
-from headrace_sandbox.runtimes.base import Command, PythonProgram, not_offered
-from headrace_sandbox.runtimes.process.runtime import Process
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, not_offered
+from headrace_sandbox.runtimes.process.runtime import ProcessRuntime
 from headrace_sandbox.runtimes.registry import ready_runtime
 from tests.sandbox.test_cli import headrace
 
@@ -46,7 +46,7 @@ class Third:
         self._hangs = hangs
         self.closed = False
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         raise not_offered(self.name, "commands")
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
@@ -149,7 +149,7 @@ async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pyte
     assert row.verdict == "warn"
     assert "not a sandbox" in row.found
     assert best_of([row]) is None
-    tried = await selftest.self_test(Process())
+    tried = await selftest.self_test(ProcessRuntime())
     assert "no process of this machine" not in tried.proven
 
 

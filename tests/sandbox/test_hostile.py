@@ -17,9 +17,9 @@ from headrace_sandbox.conformance import suite
 from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.runtimes.registry import make_runtime, runtime_names
 from tests.components import CI, PARTS
 from tests.sandbox.conftest import Run
@@ -95,11 +95,11 @@ async def test_a_runtime_that_does_not_isolate_is_found_out() -> None:
 
 @pytest.mark.component("bubblewrap")
 async def test_1_2_where_no_control_group_bounds_rlimits_do() -> None:
-    fresh, server = Bubblewrap(NoDriver()), ForkServer(NoDriver())
+    fresh, server = BubblewrapRuntime(NoDriver()), ForkServer(NoDriver())
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
     memory = "held = [bytearray(10_000_000) for _ in range(1000)]"
     for code, error in ((forks, "Resource temporarily unavailable"), (memory, "MemoryError")):
-        command = Command(arguments=["/usr/bin/python3", "-I", "-c", code])
+        command = SandboxCommand(arguments=["/usr/bin/python3", "-I", "-c", code])
         for result in (
             await fresh.run(command, Limits(wall_s=20)),
             await server.run(PythonProgram(code=code), Limits(wall_s=20)),

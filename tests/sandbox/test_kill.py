@@ -25,7 +25,7 @@ from headrace_sandbox.host.cgroups.cgroup import PARENT, ROOT
 from headrace_sandbox.host.processes import list_pids
 from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, state_folder
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from tests.sandbox.serving import Process
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -134,9 +134,9 @@ class Load:
             self.endless.append(failure)
             raise
 
-    def _command(self) -> Command:
+    def _command(self) -> SandboxCommand:
         script = "setsid bash -c 'exec -a $0 sleep 300' $0 & exec -a $0 sleep 300"
-        return Command(arguments=["bash", "-c", script, self._mark])
+        return SandboxCommand(arguments=["bash", "-c", script, self._mark])
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.pool.messages import PoolSettings, WarmBounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from tests.sandbox.memory import MemoryRuntime
 
 LIMITS = Limits(memory_bytes=1 << 20)
@@ -76,7 +76,7 @@ async def test_what_was_lost_is_not_handed_on(make: Any, runtime: MemoryRuntime,
     first = await pool.lease(TEMPLATE, 60)
     before = set(runtime.living)
     with contextlib.suppress(SandboxFailure):
-        assert (await first.run(Command(arguments=[words]), LIMITS)).lost
+        assert (await first.run(SandboxCommand(arguments=[words]), LIMITS)).lost
     await first.close()
     second = await pool.lease(TEMPLATE, 60)
     assert not before & runtime.living
@@ -145,7 +145,7 @@ async def test_a_lease_that_runs_out_ends_what_runs_as_a_failure(make: Any, runt
     pool = make()
     lease = await pool.lease(TEMPLATE, 0.05)
     with pytest.raises(SandboxFailure) as caught:
-        await lease.run(Command(arguments=["sleep", "60"]), LIMITS)
+        await lease.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS)
     assert (caught.value.kind, caught.value.retryable) == ("lease-over", True)
     with pytest.raises(SandboxFailure, match="over"):
         await lease.read("a", 10)
@@ -159,14 +159,14 @@ async def test_a_renewed_lease_lasts(make: Any) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 0.05)
     assert lease.renew(60) == pytest.approx(60)
-    assert (await lease.run(Command(arguments=["sleep", "0.1"]), LIMITS)).exit_code == 0
+    assert (await lease.run(SandboxCommand(arguments=["sleep", "0.1"]), LIMITS)).exit_code == 0
     await lease.close()
 
 
 async def test_giving_back_ends_what_runs(make: Any) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 60)
-    running = asyncio.ensure_future(lease.run(Command(arguments=["sleep", "60"]), LIMITS))
+    running = asyncio.ensure_future(lease.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS))
     await asyncio.sleep(0.01)
     await lease.close()
     with pytest.raises(SandboxFailure, match="over"):
@@ -176,7 +176,7 @@ async def test_giving_back_ends_what_runs(make: Any) -> None:
 async def test_whoever_is_cancelled_while_it_gives_back_holds_nothing(make: Any, runtime: MemoryRuntime) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 60)
-    running = asyncio.ensure_future(lease.run(Command(arguments=["sleep", "60"]), LIMITS))
+    running = asyncio.ensure_future(lease.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS))
     await asyncio.sleep(0.01)
     giving_back = asyncio.ensure_future(lease.close())
     await asyncio.sleep(0)

@@ -17,9 +17,9 @@ from headrace_sandbox.pool.leased_sandbox import Leased
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap import runtime as bubblewrap
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 pytestmark = pytest.mark.component("bubblewrap")
 
@@ -30,13 +30,13 @@ TEMPLATE = Template(files={"given": b"1"})
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
     """With one sandbox."""
-    pool = Pool(Bubblewrap(), PoolSettings(sandboxes=1))
+    pool = Pool(BubblewrapRuntime(), PoolSettings(sandboxes=1))
     yield pool
     await pool.close()
 
 
 async def shell(leased: Leased, script: str) -> str:
-    return (await leased.run(Command(arguments=["sh", "-c", script]), LIMITS)).stdout.text
+    return (await leased.run(SandboxCommand(arguments=["sh", "-c", script]), LIMITS)).stdout.text
 
 
 async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
@@ -74,7 +74,7 @@ async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not
 
 async def test_interpreters_of_domains_that_are_gone_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "MOST_SERVERS", 2)
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     for number in range(4):
         program = PythonProgram(code="print(1)", domain=f"run {number}", preload=())
         assert (await runtime.run_code(program, LIMITS)).stdout.text == "1\n"

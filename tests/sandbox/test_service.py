@@ -19,7 +19,7 @@ import pytest
 from headrace.errors import SandboxFailure, SetupError
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from tests.sandbox.memory import ISOLATION, MemoryRuntime
 from tests.sandbox.serving import service
 
@@ -60,7 +60,7 @@ async def until(holds: Callable[[], object]) -> None:
 async def test_a_client_is_a_runtime(client: ServiceRuntime) -> None:
     assert (await client.connect()).runtime == "memory"
     assert client.isolation == ISOLATION
-    result = await client.run(Command(arguments=["hello", "there"]), LIMITS)
+    result = await client.run(SandboxCommand(arguments=["hello", "there"]), LIMITS)
     assert (result.stdout.text, result.exit_code) == ("hello there", 0)
     assert (await client.run_code(code("kill"), LIMITS)).signal == 9
     sandbox = await client.open(TEMPLATE, 60)
@@ -70,7 +70,7 @@ async def test_a_client_is_a_runtime(client: ServiceRuntime) -> None:
     assert [(file.path, file.size_bytes) for file in await sandbox.list()] == [("a", 2), ("b", 1)]
     await sandbox.upload(b"tar", "x")
     assert await sandbox.download("x", 10) == b"tar"
-    assert (await sandbox.run(Command(arguments=["again"]), LIMITS)).stdout.text == "again"
+    assert (await sandbox.run(SandboxCommand(arguments=["again"]), LIMITS)).stdout.text == "again"
     await sandbox.reset()
     assert [file.path for file in await sandbox.list()] == ["a"]
     assert await sandbox.renew(30) == pytest.approx(30, abs=0.1)
@@ -107,13 +107,13 @@ async def test_whoever_hangs_up_has_what_runs_for_it_killed(client: ServiceRunti
     sandbox = await client.open(TEMPLATE, 60)
     running = [
         asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)),
-        asyncio.ensure_future(sandbox.run(Command(arguments=["sleep", "60"]), LIMITS)),
+        asyncio.ensure_future(sandbox.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS)),
     ]
     await until(lambda: runtime.running == 2)
     for task in running:
         task.cancel()
     await until(lambda: runtime.running == 0)
-    assert (await sandbox.run(Command(arguments=["still there"]), LIMITS)).stdout.text == "still there"
+    assert (await sandbox.run(SandboxCommand(arguments=["still there"]), LIMITS)).stdout.text == "still there"
     await sandbox.close()
 
 
@@ -154,7 +154,7 @@ async def test_too_many_are_told_busy_and_when_to_come_back(client: ServiceRunti
 async def test_a_lease_that_ran_out_is_over_for_the_client_too(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
     sandbox = await client.open(TEMPLATE, 0.05)
     with pytest.raises(SandboxFailure) as caught:
-        await sandbox.run(Command(arguments=["sleep", "60"]), LIMITS)
+        await sandbox.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS)
     assert caught.value.kind == "lease-over"
     await until(lambda: not runtime.living)
     await sandbox.close()
@@ -381,7 +381,11 @@ async def test_no_more_output_is_kept_than_a_body_may_have(client: ServiceRuntim
     kept = Limits(kept_bytes=1 << 40, memory_bytes=1 << 20)
     lease = await client.open(TEMPLATE, 60.0)
     session = await lease.session("bash")
-    for asked in (client.run_code(code("1"), kept), lease.run(Command(arguments=["1"]), kept), session.run("1", kept)):
+    for asked in (
+        client.run_code(code("1"), kept),
+        lease.run(SandboxCommand(arguments=["1"]), kept),
+        session.run("1", kept),
+    ):
         with pytest.raises(SandboxFailure, match="kept_bytes is 1099511627776") as caught:
             await asked
         assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)

@@ -15,8 +15,8 @@ from headrace_sandbox.client import client_of
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.sandbox.serving import service
@@ -24,16 +24,16 @@ from tests.workers.fakes import Script, play, say
 
 pytestmark = pytest.mark.component("bubblewrap")
 
-LONG = Command(arguments=["sleep", "6"])
-SHORT = Command(arguments=["bash", "-c", "kill -9 $$"])
+LONG = SandboxCommand(arguments=["sleep", "6"])
+SHORT = SandboxCommand(arguments=["bash", "-c", "kill -9 $$"])
 LIMITS = Limits(wall_s=20.0)
 TWO_SECONDS = Limits(wall_s=2.0)
 
 
-class Slow(Bubblewrap):
+class Slow(BubblewrapRuntime):
     """Making a sandbox takes 4 s more."""
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         await asyncio.sleep(4)
         result = await super().run(command, limits)
         return ExecResult(**{**_fields(result), "start_s": result.start_s + 4})
@@ -51,7 +51,9 @@ def is_killed_by_itself(result: ExecResult) -> bool:
     return (result.signal, result.fault, result.limit, result.lost) == (9, "program", None, None)
 
 
-async def in_a_lease(pool: Pool, command: Command, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
+async def in_a_lease(
+    pool: Pool, command: SandboxCommand, limits: Limits, wait_s: float
+) -> tuple[ExecResult, float, float]:
     """The result of a command in a leased sandbox, and how long it took until there was one, and to make it."""
     leased = await pool.lease(Template(), 60, wait_s=wait_s)
     try:
@@ -60,14 +62,14 @@ async def in_a_lease(pool: Pool, command: Command, limits: Limits, wait_s: float
         await leased.close()
 
 
-async def alone(pool: Pool, command: Command, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
+async def alone(pool: Pool, command: SandboxCommand, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
     """As above, of a command in a sandbox of its own."""
     result = await pool.run(command, limits, wait_s=wait_s)
     return result, result.queue_s, result.start_s
 
 
 async def waits_for_another(way: Any) -> None:
-    pool = Pool(Bubblewrap(), PoolSettings(running=1, sandboxes=1))
+    pool = Pool(BubblewrapRuntime(), PoolSettings(running=1, sandboxes=1))
     first = asyncio.ensure_future(way(pool, LONG, LIMITS, 30.0))
     await asyncio.sleep(0.1)
     second = asyncio.ensure_future(way(pool, SHORT, TWO_SECONDS, 30.0))
@@ -117,7 +119,7 @@ class RunsShort:
 
 
 async def test_G16_queue_and_start_are_no_working_time_of_an_episode(tmp_path: Path) -> None:  # noqa: N802
-    async with service(Bubblewrap(), tmp_path / "s", pool={"running": 1}) as address:
+    async with service(BubblewrapRuntime(), tmp_path / "s", pool={"running": 1}) as address:
         client = client_of(address, owner="another run")
         first = asyncio.ensure_future(client.run(LONG, LIMITS))
         await asyncio.sleep(0.1)

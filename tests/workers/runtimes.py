@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_workers.sandboxes import WorkerSandbox
 
@@ -56,7 +56,7 @@ class ScriptedRuntime:
         made = answer(program)
         return await made if asyncio.iscoroutine(made) else made
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         raise NotImplementedError
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template, not_offered
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template, not_offered
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime
 from headrace_workers.bounded_calls import BoundedCalls
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class ProgramRunner(Protocol):
     """A sandbox as environments use it. A fault of the sandbox raises SandboxFailure."""
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult: ...
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult: ...
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
@@ -76,7 +76,7 @@ class _RuntimePerProgram:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         async with self._new_runtime() as runtime:
             return await runtime.run(command, limits)
 

@@ -26,7 +26,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class EpisodeSandbox:
         self.waited_s = 0.0
         """Time so far in which calls were open but no program ran."""
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a fresh sandbox. Raises SandboxFailure."""
         return await self._run(limits, lambda runtime: runtime.run(command, limits))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 
 TTL_S = 120.0
 
@@ -29,7 +29,7 @@ async def _opened(lab: CaseContext) -> AsyncIterator[Sandbox]:
 
 
 async def _shell(sandbox: Sandbox, script: str) -> None:
-    result = await sandbox.run(Command(arguments=["sh", "-c", script]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["sh", "-c", script]), LIMITS)
     if result.fault:
         raise Unclear(f"{script}: {result.exit_code} {result.stderr.text}")
 
@@ -47,7 +47,7 @@ async def _refused(what: str, call: Callable[[], Awaitable[object]]) -> None:
 @case("6b", "a sparse file of 1 TiB, downloaded", of_runtime=True)
 async def sparse_download(lab: CaseContext) -> str:
     async with _opened(lab) as sandbox:
-        result = await sandbox.run(Command(arguments=["truncate", "-s", "1T", "big"]), LIMITS)
+        result = await sandbox.run(SandboxCommand(arguments=["truncate", "-s", "1T", "big"]), LIMITS)
         if result.fault:  # then there is none to download: of what it may have at most
             await _shell(sandbox, "truncate -s 48M big")
         await _refused("the file", lambda: sandbox.read("big", 1 << 20))

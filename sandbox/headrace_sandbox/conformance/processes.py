@@ -18,7 +18,7 @@ from headrace_sandbox.conformance.leftovers import Traces, descendants, gone, li
 from headrace_sandbox.conformance.resources import NO_FORK
 from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, NotRun, Unclear, case, ended
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 """The freezer of control groups version 1; frozen processes survive even SIGKILL."""
@@ -247,7 +247,7 @@ async def _failing(lab: CaseContext) -> None:
     if lab.way == "code":
         await lab.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
     else:
-        await lab.runtime.run(Command(arguments=["/no/such/program"]), Limits())
+        await lab.runtime.run(SandboxCommand(arguments=["/no/such/program"]), Limits())
 
 
 def _more(after: Traces, before: Traces) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, SandboxCommand
 from headrace_sandbox.runtimes.registry import UNSAFE
 
 Way = Literal["run", "code"]
@@ -84,7 +84,7 @@ class CaseContext:
             )
             return await self.runtime.run_code(program, bounds)
         given["main.py"] = code.encode()
-        command = Command(arguments=[*PYTHON, *arguments], stdin=stdin, files=given, environment=variables)
+        command = SandboxCommand(arguments=[*PYTHON, *arguments], stdin=stdin, files=given, environment=variables)
         return await self.runtime.run(command, bounds)
 
     async def said(self, code: str, **options: object) -> str:

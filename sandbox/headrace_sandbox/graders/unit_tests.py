@@ -23,7 +23,7 @@ from headrace.errors import EnvironmentFailure
 from headrace_sandbox.graders.cases import CaseResult
 from headrace_sandbox.graders.grader import inside
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import SandboxCommand
 
 PYTHON = "python3"
 
@@ -34,7 +34,7 @@ KEPT_BYTES = 4 << 20
 class CommandRunner(Protocol):
     """Interface that runs the tests: a runtime, or a pool in front of one."""
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult: ...
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult: ...
 
 
 async def grade_unit_tests(
@@ -50,7 +50,9 @@ async def grade_unit_tests(
         "tests": tests,
         "submission": inside("submission.py"),
     }
-    command = Command(arguments=[PYTHON, "-I", "-c", inside("unit_test_runner.py")], stdin=msgspec.json.encode(request))
+    command = SandboxCommand(
+        arguments=[PYTHON, "-I", "-c", inside("unit_test_runner.py")], stdin=msgspec.json.encode(request)
+    )
     result = await runtime.run(command, msgspec.structs.replace(limits, kept_bytes=KEPT_BYTES))
     names, verdicts = _read(result)
     if not names:

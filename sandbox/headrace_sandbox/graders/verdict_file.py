@@ -21,7 +21,7 @@ from typing import Protocol
 from headrace.errors import EnvironmentFailure, SandboxFailure
 from headrace_sandbox.host.layout import SCRATCH
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 
 VERDICT = "verdict"
 """Path below the scratch folder that a grader writes; its environment has it as VERDICT."""
@@ -51,7 +51,13 @@ class SandboxOpener(Protocol):
 
 
 async def grade_by_file(
-    runtime: SandboxOpener, work: bytes, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
+    runtime: SandboxOpener,
+    work: bytes,
+    grader: SandboxCommand,
+    limits: Limits,
+    *,
+    lowest: float = 0.0,
+    highest: float = 1.0,
 ) -> float:
     """The reward for a submission's files (``work``, a tar archive), graded in a fresh sandbox that holds nothing but
     them and the grader's files.
@@ -67,14 +73,14 @@ async def grade_by_file(
 
 
 async def verdict_of(
-    sandbox: Sandbox, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
+    sandbox: Sandbox, grader: SandboxCommand, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
 ) -> float:
     """The reward that a grader gives in a sandbox that lives. Raises as ``grade_by_file``.
 
     Close its sessions before: their background processes share a user with the grader, and could write the file.
     """
     await _remove(sandbox)
-    command = Command(
+    command = SandboxCommand(
         arguments=grader.arguments,
         stdin=grader.stdin,
         files=grader.files,
@@ -106,7 +112,7 @@ def _read(content: bytes, result: ExecResult, lowest: float, highest: float) -> 
 
 
 async def _remove(sandbox: Sandbox) -> None:
-    command = Command(arguments=["sh", "-c", REMOVE, "sh", VERDICT, SCRATCH])
+    command = SandboxCommand(arguments=["sh", "-c", REMOVE, "sh", VERDICT, SCRATCH])
     result = await sandbox.run(command, Limits(wall_s=10.0))
     if result.fault:
         raise _no_verdict("The old content at the path of the verdict could not be removed.", result)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.errors import SandboxFailure
 from headrace_sandbox.pool.messages import Hand
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Session, SessionKind
+from headrace_sandbox.runtimes.base import FileInfo, Sandbox, SandboxCommand, Session, SessionKind
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Leased:
         self._is_over = False
         self._is_suspicious = False
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         return self._seen(await self.call(self._sandbox.run(command, limits)))
 
     async def session(self, kind: SessionKind) -> Session:

@@ -40,7 +40,7 @@ from headrace_sandbox.pool.messages import (
     WarmBounds,
 )
 from headrace_sandbox.result import LONGEST_S, ExecResult, Limits, check_range
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template, check_ttl
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template, check_ttl
 
 log = logging.getLogger("headrace.sandbox")
 
@@ -89,7 +89,9 @@ class Pool:
         """Start making the warm sandboxes."""
         self._apply(self._core.tick(time.monotonic()))
 
-    async def run(self, command: Command, limits: Limits, *, owner: str = "", wait_s: float = WAIT_S) -> ExecResult:
+    async def run(
+        self, command: SandboxCommand, limits: Limits, *, owner: str = "", wait_s: float = WAIT_S
+    ) -> ExecResult:
         """Run a command in a fresh sandbox, in its turn. Raises SandboxFailure: the runtime's, or ``busy``,
         ``no-sandbox-in-time``, ``too-large``, ``draining``."""
         return await self._execute(lambda: self.runtime.run(command, limits), limits, owner, wait_s)

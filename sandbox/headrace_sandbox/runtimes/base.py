@@ -31,7 +31,7 @@ PRELOAD = ("collections", "functools", "itertools", "json", "math", "random", "r
 """Modules that most programs use."""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A command to run. ``arguments``: program first. ``files``: content by path below the scratch folder. The
     program's environment has ``environment``, PATH, HOME and LANG, and nothing else. Raises SandboxFailure
     ``bad-command`` or ``bad-path``."""
@@ -53,7 +53,7 @@ class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
     """A Python program to run. ``files``: content by path below the scratch folder, where it runs.
 
     A runtime may fork it from an interpreter that imported ``preload`` before; programs of different trust domains
-    (``domain``: a run, a tenant) never share one. Raises SandboxFailure as ``Command``; a NUL in ``code`` is the
+    (``domain``: a run, a tenant) never share one. Raises SandboxFailure as ``SandboxCommand``; a NUL in ``code`` is the
     program's own mistake.
     """
 
@@ -77,7 +77,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
     ``image``: the runtime's name for a system's files (a Docker image, a folder); none: the programs of this machine.
     ``limits``: of the whole sandbox (memory, processes, processors, disk). ``files`` and ``environment`` as in a
-    ``Command``, with the same checks.
+    ``SandboxCommand``, with the same checks.
     """
 
     image: str | None = None
@@ -127,7 +127,7 @@ class Sandbox(Protocol):
     id: str
     isolation: Isolation
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in it; its background processes are killed. Only the limits of time and output apply; the
         others are the sandbox's. Raises SandboxFailure."""
         ...
@@ -177,7 +177,7 @@ class Runtime(Protocol):
     isolation: Isolation
     """The parts that isolate."""
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a fresh sandbox. Raises SandboxFailure; cancelling the call kills it."""
         ...
 

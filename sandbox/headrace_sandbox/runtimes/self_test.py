@@ -24,7 +24,7 @@ import msgspec
 from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, SandboxCommand
 from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 
 SELF_TEST_S = 60.0
@@ -170,5 +170,5 @@ def _as_code(runtime: Runtime) -> RunPython:
 
 def _as_command(runtime: Runtime) -> RunPython:
     return lambda code, arguments, limits: runtime.run(
-        Command(arguments=["python3", "-I", "-c", code, *arguments]), limits
+        SandboxCommand(arguments=["python3", "-I", "-c", code, *arguments]), limits
     )

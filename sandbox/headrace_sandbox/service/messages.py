@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace_sandbox.result import Isolation, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, SessionKind, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, SessionKind, Template
 
 API = "/v1"
 
@@ -20,7 +20,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Run a command or program in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: on whose
     account, a run; owners share fairly. ``wait_s``: how long it may wait for its turn."""
 
-    command: Command | None = None
+    command: SandboxCommand | None = None
     program: PythonProgram | None = None
     limits: Limits
     owner: str = ""
@@ -49,7 +49,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 class CommandIn(msgspec.Struct, frozen=True, kw_only=True):
     """Run a command in a leased sandbox."""
 
-    command: Command
+    command: SandboxCommand
     limits: Limits
 
 

@@ -20,12 +20,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives sandboxe
 SUPERVISOR = """
 import asyncio, os
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import SandboxCommand
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 async def main():
-    runtime = Bubblewrap()
-    command = Command(arguments=["bash", "-c", "echo; exec -a $0 sleep 300", os.environ["MARK"]])
+    runtime = BubblewrapRuntime()
+    command = SandboxCommand(arguments=["bash", "-c", "echo; exec -a $0 sleep 300", os.environ["MARK"]])
     await asyncio.gather(*(runtime.run(command, Limits(wall_s=300)) for _ in range(4)))
 
 asyncio.run(main())

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import SandboxCommand
 
 LIMITS = Limits(wall_s=20.0)
 
 
-def python(code: str) -> Command:
-    return Command(arguments=["python3", "-I", "-c", code])
+def python(code: str) -> SandboxCommand:
+    return SandboxCommand(arguments=["python3", "-I", "-c", code])
 
 
 def output_of(result: ExecResult) -> str:

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 
 HALF = "\ud800"
 """Half a character, as JSON can hold it; a model may write it into a tool call."""
 
 
-def command(**given: Any) -> Command:
-    return Command(arguments=["true"], **given)
+def command(**given: Any) -> SandboxCommand:
+    return SandboxCommand(arguments=["true"], **given)
 
 
 def program(**given: Any) -> PythonProgram:
@@ -26,9 +26,9 @@ def program(**given: Any) -> PythonProgram:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Command(arguments=[]),
-        lambda: Command(arguments=["echo", "a\0b"]),
-        lambda: Command(arguments=["echo", HALF]),
+        lambda: SandboxCommand(arguments=[]),
+        lambda: SandboxCommand(arguments=["echo", "a\0b"]),
+        lambda: SandboxCommand(arguments=["echo", HALF]),
         lambda: PythonProgram(code=HALF),
         *(
             lambda make=make, given=given: make(**given)
@@ -60,9 +60,9 @@ def test_a_file_with_an_impossible_path_is_refused(make: Callable[..., object], 
 def test_a_decoded_request_is_checked_as_well() -> None:
     sent = msgspec.msgpack.encode({"arguments": ["echo", "a\0b"]})
     with pytest.raises(SandboxFailure, match="NUL"):
-        msgspec.msgpack.decode(sent, type=Command)
+        msgspec.msgpack.decode(sent, type=SandboxCommand)
 
 
 def test_any_unicode_text_is_accepted() -> None:
-    Command(arguments=["echo", "é\U0001f600\n\x01"], environment={"A": "b=c"}, files={"ä/b": b"", "ä/c": b""})
+    SandboxCommand(arguments=["echo", "é\U0001f600\n\x01"], environment={"A": "b=c"}, files={"ä/b": b"", "ä/c": b""})
     PythonProgram(code="print('a\0b')")  # the interpreter says what is wrong with it

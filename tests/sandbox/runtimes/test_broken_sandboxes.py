@@ -12,7 +12,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.base import Runtime, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
 from headrace_sandbox.runtimes.docker.sandbox import DockerSandbox
 from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
@@ -54,7 +54,7 @@ async def test_a_program_that_breaks_its_sandbox_is_contained_or_reported_to_hav
         assert first <= 1
         results = results[first:]
     assert [text for _, text in results[1:]] == ["ok\n"] * (len(results) - 1)
-    after = await sandbox.run(Command(arguments=["/bin/echo", "fine"]), LIMITS)
+    after = await sandbox.run(SandboxCommand(arguments=["/bin/echo", "fine"]), LIMITS)
     assert (after.stdout.text, after.fault) == ("fine\n", "")
 
 
@@ -65,7 +65,7 @@ async def test_a_sandbox_that_is_killed_from_outside_is_our_failure(runtime: Run
     await kill_from_outside(sandbox)
     calls: list[Any] = [
         lambda: session.run(AGAIN, LIMITS),
-        lambda: sandbox.run(Command(arguments=["echo", "ok"]), LIMITS),
+        lambda: sandbox.run(SandboxCommand(arguments=["echo", "ok"]), LIMITS),
         lambda: sandbox.session("bash"),
         sandbox.list,
         lambda: session.run(AGAIN, LIMITS),

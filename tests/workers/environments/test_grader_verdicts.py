@@ -13,7 +13,7 @@ from headrace.environment import Step
 from headrace.errors import EnvironmentFailure
 from headrace_sandbox.graders import grade_by_file, verdict_of
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Template
+from headrace_sandbox.runtimes.base import SandboxCommand, Template
 from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.workers.fakes import Script, failure_of, play, say
@@ -54,8 +54,8 @@ class TerminalTask:
             await sandbox.close()
 
 
-def shell(script: str) -> Command:
-    return Command(arguments=["/bin/sh", "-c", script])
+def shell(script: str) -> SandboxCommand:
+    return SandboxCommand(arguments=["/bin/sh", "-c", script])
 
 
 def writes(content: str, end: str = "exit 0") -> str:
@@ -141,7 +141,7 @@ async def test_files_of_a_submission_are_graded_in_a_fresh_sandbox_with_the_grad
     sandbox: WorkerSandbox,
 ) -> None:
     runtime = await sandbox.runtime()
-    grader = Command(
+    grader = SandboxCommand(
         arguments=["/bin/sh", "grader.sh"],
         files={"grader.sh": b"grep -q fixed $WORK/file && printf 1 > $VERDICT || printf 0 > $VERDICT"},
     )

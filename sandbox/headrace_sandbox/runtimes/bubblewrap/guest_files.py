@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from headrace_sandbox.host.descriptors import Descriptors, memory_file
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import SandboxCommand
 from headrace_sandbox.runtimes.bubblewrap.bwrap import sandbox_not_made
 from headrace_sandbox.runtimes.shared.guest_modules import PACKAGE, PYTHON, guest_text
 
@@ -29,7 +29,7 @@ json.dump({name: base64.b64encode(head + marshal.dumps(code)).decode() for name,
 
 COMPILE_LIMITS = Limits(wall_s=60.0, kept_bytes=4 << 20)
 
-RunCommand = Callable[[Command, Limits], Awaitable[ExecResult]]
+RunCommand = Callable[[SandboxCommand, Limits], Awaitable[ExecResult]]
 
 
 def source_files(descriptors: Descriptors, *modules: str) -> dict[str, int]:
@@ -41,7 +41,7 @@ async def compile_modules(run: RunCommand, *modules: str) -> dict[str, bytes]:
     """The modules compiled for the Python inside, by path inside. ``run`` runs a command in a fresh sandbox. Raises
     SandboxFailure ``sandbox-not-made``."""
     texts = {_path(name): guest_text(name) for name in modules}
-    command = Command(arguments=[PYTHON, "-I", "-S", "-c", COMPILE], stdin=json.dumps(texts).encode())
+    command = SandboxCommand(arguments=[PYTHON, "-I", "-S", "-c", COMPILE], stdin=json.dumps(texts).encode())
     result = await run(command, COMPILE_LIMITS)
     if result.fault:
         raise sandbox_not_made(f"{PYTHON} there does not compile our programs: {result.stderr.text.strip()}")

@@ -42,7 +42,15 @@ from headrace_sandbox.host.seccomp import require_filter
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.host.watch import ProgramOutcome, RunningProgram, watch_program
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, check_ttl, not_offered
+from headrace_sandbox.runtimes.base import (
+    PythonProgram,
+    Sandbox,
+    SandboxCommand,
+    Template,
+    check_room,
+    check_ttl,
+    not_offered,
+)
 from headrace_sandbox.runtimes.bubblewrap.admission import admit_first
 from headrace_sandbox.runtimes.bubblewrap.bwrap import (
     Bwrap,
@@ -70,7 +78,7 @@ INIT_MODULES = ("isolation", "python_cells", "files", "session_host", "init")
 """The guest modules of the init process."""
 
 
-class Bubblewrap:
+class BubblewrapRuntime:
     """The runtime. ``driver`` makes control groups; without one, the best driver that works here."""
 
     name = "bubblewrap"
@@ -87,7 +95,7 @@ class Bubblewrap:
         self._compile_lock = asyncio.Lock()
         self.isolation = self._bwrap.isolation(self._groups.driver)
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic()
         check_room(command.files, limits)
@@ -156,7 +164,7 @@ class Bubblewrap:
             await run_to_completion(server.close())
 
     async def _make(
-        self, command: Command, limits: Limits, group: Cgroup, stack: contextlib.ExitStack
+        self, command: SandboxCommand, limits: Limits, group: Cgroup, stack: contextlib.ExitStack
     ) -> _FreshSandbox:
         """Make the sandbox, bound it, and let the program start."""
         owned = stack.enter_context(Descriptors())
@@ -183,7 +191,7 @@ class Bubblewrap:
 
     def _start_bwrap(
         self,
-        command: Command,
+        command: SandboxCommand,
         limits: Limits,
         group: Cgroup,
         owned: Descriptors,

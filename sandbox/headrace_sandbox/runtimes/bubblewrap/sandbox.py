@@ -22,7 +22,7 @@ from headrace_sandbox.host.layout import program_environment
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.host.watch import watch_program
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template, not_offered
+from headrace_sandbox.runtimes.base import SandboxCommand, Session, SessionKind, Template, not_offered
 from headrace_sandbox.runtimes.bubblewrap.bwrap import SPARE_PIDS
 from headrace_sandbox.runtimes.bubblewrap.init_process import BubblewrapResources, BubblewrapSessionHost, InitProcess
 from headrace_sandbox.runtimes.shared.exec_result import (
@@ -61,7 +61,7 @@ class BubblewrapSandbox(FileCalls):
                 await self._end_init()
                 raise
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command; its background processes are killed. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic()
         await self._files.put(command.files)

@@ -24,7 +24,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.host.supervisor import state_folder, this_supervisor
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.result import ExecResult, Isolation, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, check_ttl
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template, check_room, check_ttl
 from headrace_sandbox.runtimes.docker.container import DockerContainer, container_result, container_unkillable
 from headrace_sandbox.runtimes.docker.container_settings import (
     DOCKER_FOLDER,
@@ -68,7 +68,7 @@ LIMITS_BY_ABILITY = {
 """The daemon's reported abilities, and the limits that they enforce."""
 
 
-class Docker:
+class DockerRuntime:
     """The runtime. ``host``: the daemon's address, else DOCKER_HOST; ``image``: for templates that name none."""
 
     name = "docker"
@@ -90,7 +90,7 @@ class Docker:
         self._unkillable: list[DockerContainer] = []
         self.isolation = _isolation(self._daemon)
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic()
         check_room(command.files, limits)
@@ -187,7 +187,9 @@ class Docker:
         programs = outcome.streams.stdout.text.split() if outcome.returncode == 0 else []
         return image._replace(programs=frozenset(programs) & frozenset(USED_PROGRAMS))
 
-    async def _run_alone(self, image: DockerImage, command: Command, limits: Limits, started_at: float) -> ExecResult:
+    async def _run_alone(
+        self, image: DockerImage, command: SandboxCommand, limits: Limits, started_at: float
+    ) -> ExecResult:
         """Run a command as the only program of a container, whose image could not wait for others."""
         if command.files:
             require_program(image, "sh", "files")

@@ -23,7 +23,7 @@ from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.result import ExecResult, Isolation, Limits
-from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
+from headrace_sandbox.runtimes.base import SandboxCommand, Session, SessionKind, Template
 from headrace_sandbox.runtimes.docker.container import DockerContainer, container_result, container_unkillable
 from headrace_sandbox.runtimes.docker.container_settings import DockerImage
 from headrace_sandbox.runtimes.docker.daemon import READ_BYTES, NotRunning, Streams
@@ -98,7 +98,7 @@ class DockerSandbox(FileCalls):
             await self._end_container()
             raise
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command; its background processes are killed. Raises SandboxFailure; cancelling the call kills it."""
         called_at = time.monotonic()
         variables = {**self._template.environment, **command.environment}

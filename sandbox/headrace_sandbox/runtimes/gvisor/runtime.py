@@ -20,7 +20,7 @@ from headrace_sandbox.host.cgroups.pool import CgroupPool
 from headrace_sandbox.host.seccomp import require_filter
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.result import ExecResult, Isolation, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template, check_ttl
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template, check_ttl
 from headrace_sandbox.runtimes.gvisor.kernel import GvisorResources
 from headrace_sandbox.runtimes.gvisor.runsc import PLATFORM, Runsc
 from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
@@ -31,7 +31,7 @@ RUN_TTL_S = 3600.0
 """Time to expiry of a command's sandbox beyond its limit: it ends then even if its supervisor cannot end it."""
 
 
-class Gvisor:
+class GvisorRuntime:
     """The runtime. ``driver`` makes control groups; without one, the best driver that works here."""
 
     name = "gvisor"
@@ -50,7 +50,7 @@ class Gvisor:
         self._resources = GvisorResources(runsc, require_filter(), groups, self.isolation)
         self._sandboxes: weakref.WeakSet[GvisorSandbox] = weakref.WeakSet()
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic()
         sandbox = await self.open(Template(limits=limits), limits.wall_s + RUN_TTL_S)
@@ -87,8 +87,8 @@ def _without_loss(result: ExecResult) -> ExecResult:
     return msgspec.structs.replace(result, lost=None, signal=signal.SIGKILL)
 
 
-def _command_of(program: PythonProgram) -> Command:
-    return Command(
+def _command_of(program: PythonProgram) -> SandboxCommand:
+    return SandboxCommand(
         # Without -I: a program can import the modules beside it.
         arguments=[PYTHON, "-E", "-s", "main.py", *program.arguments],
         stdin=program.stdin,

@@ -28,7 +28,7 @@ from headrace_sandbox.host.processes import command_too_large
 from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.host.watch import watch_program
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
+from headrace_sandbox.runtimes.base import SandboxCommand, Session, SessionKind, Template
 from headrace_sandbox.runtimes.gvisor.connection import END_S, GuestConnection, GuestProgram
 from headrace_sandbox.runtimes.gvisor.kernel import GvisorKernel, GvisorResources
 from headrace_sandbox.runtimes.shared.exec_result import (
@@ -71,7 +71,7 @@ class GvisorSandbox(FileCalls):
             await self._end_kernel()
             raise
 
-    async def run(self, command: Command, limits: Limits, started_at: float | None = None) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits, started_at: float | None = None) -> ExecResult:
         """Run a command; its background processes are killed. ``started_at``: the start of the call, if that was
         earlier. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic() if started_at is None else started_at

@@ -23,7 +23,7 @@ from headrace_sandbox.host.descriptors import os_errors_as_failures
 from headrace_sandbox.host.layout import program_environment
 from headrace_sandbox.host.watch import watch_program
 from headrace_sandbox.result import MOST_CPU_S, ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template, not_offered
 from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 
 ACTIVE = ("wall_s", "output_bytes", "file_bytes", "open_files")
@@ -40,7 +40,7 @@ READ_CODE = "import sys\nwith open(sys.argv[1], encoding='utf-8') as file:\n    
 """Replaces the first argument, a path, by the file's text: an argument itself holds 128 KiB at most."""
 
 
-class Process:
+class ProcessRuntime:
     """The runtime."""
 
     name = "process"
@@ -50,12 +50,12 @@ class Process:
             runtime=self.name, versions={"kernel": os.uname().release}, active=list(ACTIVE), is_sandbox=False
         )
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a process of its own. Raises SandboxFailure; cancelling the call kills it."""
         with os_errors_as_failures():
             return await self._run(command, limits)
 
-    async def _run(self, command: Command, limits: Limits) -> ExecResult:
+    async def _run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         started_at = time.monotonic()
         scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         try:
@@ -88,7 +88,7 @@ class Process:
             file.write(program.code)
             file.flush()
             code = READ_CODE + MAIN_PROGRAM
-            command = Command(
+            command = SandboxCommand(
                 arguments=[sys.executable, "-I", "-X", "utf8", "-c", code, file.name, *program.arguments],
                 stdin=program.stdin,
                 files=program.files,
@@ -104,14 +104,14 @@ class Process:
         """Do nothing: nothing is kept between executions."""
 
 
-def _write_files(folder: str, command: Command) -> None:
+def _write_files(folder: str, command: SandboxCommand) -> None:
     for path, content in command.files.items():
         file = Path(folder, path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
 
 
-def _start(command: Command, limits: Limits, scratch: str) -> ChildProcess:
+def _start(command: SandboxCommand, limits: Limits, scratch: str) -> ChildProcess:
     rlimits = {
         "RLIMIT_AS": limits.memory_bytes,
         "RLIMIT_CORE": 0,

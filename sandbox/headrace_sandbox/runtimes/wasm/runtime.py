@@ -37,7 +37,7 @@ from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, owned_folder, 
 from headrace_sandbox.host.user_ids import shared_user_ids
 from headrace_sandbox.host.watch import ProgramOutcome, watch_program
 from headrace_sandbox.result import MOST_CPU_S, ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, not_offered
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template, check_room, not_offered
 from headrace_sandbox.runtimes.shared.exec_result import INODES, sandbox_lost
 from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 from headrace_sandbox.runtimes.wasm.interpreter import (
@@ -64,7 +64,7 @@ TRAP_CODE = 134
 """The exit code of ``wasmtime run`` after a trap, and of a shell after SIGABRT."""
 
 
-class Wasm:
+class WasmRuntime:
     """The runtime. ``module``: the interpreter; without one, that of the extra."""
 
     name = "wasm"
@@ -84,7 +84,7 @@ class Wasm:
         if self._compiled is None:
             self._compiled = await asyncio.to_thread(compiled_modules, self._source, self._installation, say)
 
-    async def run(self, command: Command, limits: Limits) -> ExecResult:
+    async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run ``python3 [-c CODE | FILE] ARGUMENTS…``, where FILE is one of the command's. Raises SandboxFailure,
         ``not-offered`` for any other command."""
         return await self.run_code(_python_program(command), limits)
@@ -261,7 +261,7 @@ def _make_scratch(user: int | None) -> str:
     return scratch
 
 
-def _python_program(command: Command) -> PythonProgram:
+def _python_program(command: SandboxCommand) -> PythonProgram:
     program, *arguments = command.arguments
     if os.path.basename(program) not in ("python", "python3"):
         raise not_offered("wasm", f"program {program!r}, only Python ones")

@@ -8,8 +8,8 @@ import pytest
 
 from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Session, Template
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from tests.sandbox.runtimes.helpers import pids_marked
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -30,9 +30,11 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-async def test_a_background_process_does_not_delay_a_command(fresh: Bubblewrap, script: str, expected: str) -> None:
+async def test_a_background_process_does_not_delay_a_command(
+    fresh: BubblewrapRuntime, script: str, expected: str
+) -> None:
     mark = secrets.token_hex(8)
-    command = Command(arguments=["bash", "-c", script, mark])
+    command = SandboxCommand(arguments=["bash", "-c", script, mark])
     result = await fresh.run(command, Limits(wall_s=5.0))
     assert result.exit_code == 0, result.stderr.text
     assert result.limit is None
@@ -40,9 +42,9 @@ async def test_a_background_process_does_not_delay_a_command(fresh: Bubblewrap, 
     assert not lives(mark)
 
 
-async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: Bubblewrap) -> None:
+async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: BubblewrapRuntime) -> None:
     mark = secrets.token_hex(8)
-    command = Command(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
+    command = SandboxCommand(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
     result = await fresh.run(command, Limits(wall_s=2.0))
     assert (result.limit, result.exit_code, result.fault) == ("time", None, "limit")
     assert not lives(mark)
@@ -52,7 +54,7 @@ async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: Bubblewra
 
 
 @pytest.fixture
-async def shell(fresh: Bubblewrap) -> tuple[Sandbox, Session, str]:
+async def shell(fresh: BubblewrapRuntime) -> tuple[Sandbox, Session, str]:
     """A sandbox, a shell in it, and a mark in the environment of all that runs there."""
     mark = secrets.token_hex(8)
     sandbox = await fresh.open(Template(environment={"MARK": mark}), 120.0)
@@ -111,7 +113,7 @@ for _ in range(500):
         time.sleep(0.02)
 """
     for _ in range(2):
-        result = await sandbox.run(Command(arguments=["python3", "-I", "-c", get]), Limits(wall_s=20.0))
+        result = await sandbox.run(SandboxCommand(arguments=["python3", "-I", "-c", get]), Limits(wall_s=20.0))
         assert (result.stdout.text, result.stderr.text) == ("page\n", "")
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from tests.leaks import descriptors
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
 
@@ -20,36 +20,36 @@ pytestmark = pytest.mark.component("bubblewrap")
 
 LIMITS = Limits(wall_s=20.0)
 
-TRUE = Command(arguments=["true"])
+TRUE = SandboxCommand(arguments=["true"])
 
 MANY = 1100
 
 
-async def fresh(runtime: Bubblewrap, sandbox: Sandbox) -> None:
+async def fresh(runtime: BubblewrapRuntime, sandbox: Sandbox) -> None:
     assert (await runtime.run(TRUE, LIMITS)).fault == ""
 
 
-async def forked(runtime: Bubblewrap, sandbox: Sandbox) -> None:
+async def forked(runtime: BubblewrapRuntime, sandbox: Sandbox) -> None:
     assert (await runtime.run_code(PythonProgram(code=""), LIMITS)).fault == ""
 
 
-async def persistent(runtime: Bubblewrap, sandbox: Sandbox) -> None:
+async def persistent(runtime: BubblewrapRuntime, sandbox: Sandbox) -> None:
     assert (await sandbox.run(TRUE, LIMITS)).fault == ""
 
 
-async def opened(runtime: Bubblewrap, sandbox: Sandbox) -> None:
+async def opened(runtime: BubblewrapRuntime, sandbox: Sandbox) -> None:
     await (await runtime.open(Template(), 60.0)).close()
 
 
-async def session(runtime: Bubblewrap, sandbox: Sandbox) -> None:
+async def session(runtime: BubblewrapRuntime, sandbox: Sandbox) -> None:
     await (await sandbox.session("bash")).close()
 
 
 @pytest.mark.parametrize("call", [fresh, forked, persistent, opened, session])
 async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(
-    call: Callable[[Bubblewrap, Sandbox], Awaitable[None]],
+    call: Callable[[BubblewrapRuntime, Sandbox], Awaitable[None]],
 ) -> None:
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     sandbox = await runtime.open(Template(), 300.0)
     await call(runtime, sandbox)
     before, failures = descriptors(collect=True), []
@@ -68,7 +68,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(
 
 @pytest.mark.parametrize("call", [fresh, forked, persistent, opened, session])
 async def test_sandboxes_work_in_a_process_with_more_than_a_thousand_descriptors(
-    call: Callable[[Bubblewrap, Sandbox], Awaitable[None]],
+    call: Callable[[BubblewrapRuntime, Sandbox], Awaitable[None]],
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MANY + 1000), hard))
@@ -76,7 +76,7 @@ async def test_sandboxes_work_in_a_process_with_more_than_a_thousand_descriptors
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(MANY):
             stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
-        runtime = Bubblewrap()
+        runtime = BubblewrapRuntime()
         sandbox = await runtime.open(Template(), 300.0)
         await call(runtime, sandbox)
         await runtime.close()

@@ -17,8 +17,8 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import Traces, traces
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, SandboxCommand
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from tests.sandbox.runtimes.bubblewrap.program_grammar import program
 
 PROGRAMS = int(os.environ.get("HEADRACE_PROGRAMS", "300"))
@@ -47,7 +47,7 @@ async def outcome(runtime: Runtime, seed: int, limits: Limits = LIMITS) -> str:
         async with asyncio.timeout(HANG_S):
             if seed % FRESH_EVERY:
                 return told(await runtime.run_code(PythonProgram(code=code), limits))
-            return told(await runtime.run(Command(arguments=["python3", "-I", "-c", code]), limits))
+            return told(await runtime.run(SandboxCommand(arguments=["python3", "-I", "-c", code]), limits))
     except TimeoutError:
         return f"hang: seed {seed}"
     except SandboxFailure as failure:
@@ -74,13 +74,13 @@ async def settled(before: Traces) -> Traces:
 @pytest.mark.component("cgroups")
 @pytest.mark.timeout(60 + PROGRAMS)
 async def test_random_programs_end_in_time_and_leave_nothing() -> None:
-    await Bubblewrap().close()  # this process keeps the lock on its range of users
+    await BubblewrapRuntime().close()  # this process keeps the lock on its range of users
     gc.collect()  # what other tests left to it
     nothing = traces()
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     quiet = PythonProgram(code="import time\ntime.sleep(0.5)")
     await asyncio.gather(*(runtime.run_code(quiet, LIMITS) for _ in range(AT_A_TIME)))
-    await asyncio.gather(*(runtime.run(Command(arguments=["sleep", "0.5"]), LIMITS) for _ in range(AT_A_TIME)))
+    await asyncio.gather(*(runtime.run(SandboxCommand(arguments=["sleep", "0.5"]), LIMITS) for _ in range(AT_A_TIME)))
     warm = traces()
     turns = asyncio.Semaphore(AT_A_TIME)
 

@@ -19,10 +19,10 @@ from headrace_sandbox.conformance.leftovers import lives, mounts
 from headrace_sandbox.host.cgroups.cgroup import Cgroup
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import RANGES, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap import runtime as runtime_module
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
 from tests.leaks import descriptors
 from tests.sandbox.conftest import Run
@@ -51,8 +51,10 @@ async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -
 
 def test_groups_are_removed_at_the_end() -> None:
     async def scenario() -> None:
-        for runtime in (Bubblewrap(), ForkServer()):
-            program: Any = Command(arguments=["true"]) if isinstance(runtime, Bubblewrap) else PythonProgram(code="")
+        for runtime in (BubblewrapRuntime(), ForkServer()):
+            program: Any = (
+                SandboxCommand(arguments=["true"]) if isinstance(runtime, BubblewrapRuntime) else PythonProgram(code="")
+            )
             await runtime.run(program, Limits())
             await runtime.close()
 
@@ -101,13 +103,13 @@ async def test_a_result_has_the_exit_status_that_the_kernel_reported(run: Run) -
     assert result.stderr.text == "why\n"
 
 
-async def test_a_missing_command_and_one_that_cannot_run_end_as_in_a_shell(fresh: Bubblewrap) -> None:
+async def test_a_missing_command_and_one_that_cannot_run_end_as_in_a_shell(fresh: BubblewrapRuntime) -> None:
     for arguments, code in ((["nosuch"], 127), (["/nowhere/x"], 127), (["/usr"], 126), (["./data"], 126)):
-        result = await fresh.run(Command(arguments=arguments, files={"data": b"1"}), Limits())
+        result = await fresh.run(SandboxCommand(arguments=arguments, files={"data": b"1"}), Limits())
         assert (result.exit_code, result.fault) == (code, "program")
         assert arguments[0] in result.stderr.text
     lying = ["sh", "-c", "echo 'bwrap: execvp x: No such file or directory' >&2; exit 1"]
-    assert (await fresh.run(Command(arguments=lying), Limits())).exit_code == 1
+    assert (await fresh.run(SandboxCommand(arguments=lying), Limits())).exit_code == 1
 
 
 async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
@@ -132,17 +134,19 @@ async def test_a_result_names_the_parts_that_isolate_and_the_enforced_limits(run
 
 
 async def test_without_control_groups_nothing_is_counted_and_the_result_says_so() -> None:
-    runtime = Bubblewrap(NoDriver())
-    result = await runtime.run(Command(arguments=["true"]), Limits())
+    runtime = BubblewrapRuntime(NoDriver())
+    result = await runtime.run(SandboxCommand(arguments=["true"]), Limits())
     assert result.usage == Usage()
     assert "memory_bytes" not in result.isolation.active
     assert result.isolation.versions["cgroups"] == "none"
 
 
-async def test_a_sandbox_that_cannot_be_made_is_our_failure(fresh: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_cannot_be_made_is_our_failure(
+    fresh: BubblewrapRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runtime_module, "system_mounts", lambda: ["--ro-bind", "/no/such/folder", "/usr"])
     with pytest.raises(SandboxFailure, match="no/such/folder") as caught:
-        await fresh.run(Command(arguments=["true"]), Limits())
+        await fresh.run(SandboxCommand(arguments=["true"]), Limits())
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
 
 
@@ -158,9 +162,9 @@ class Full(NoDriver):
 
 
 async def test_a_sandbox_or_fork_that_cannot_enter_its_group_is_not_made() -> None:
-    runtime = Bubblewrap(Full())
+    runtime = BubblewrapRuntime(Full())
     with pytest.raises(SandboxFailure) as failure:
-        await runtime.run(Command(arguments=["true"]), Limits())
+        await runtime.run(SandboxCommand(arguments=["true"]), Limits())
     assert failure.value.kind == "sandbox-not-made"
     with pytest.raises(SandboxFailure) as failure:
         await runtime.run_code(PythonProgram(code=""), Limits())
@@ -169,21 +173,21 @@ async def test_a_sandbox_or_fork_that_cannot_enter_its_group_is_not_made() -> No
 
 
 async def test_a_command_that_cannot_enter_the_group_of_its_sandbox_does_not_run() -> None:
-    runtime = Bubblewrap(NoDriver())
+    runtime = BubblewrapRuntime(NoDriver())
     sandbox = await runtime.open(Template(), 60.0)
     assert isinstance(sandbox, BubblewrapSandbox)
     assert sandbox._init is not None
     sandbox._init.group.entries = UNUSABLE_ENTRIES
     with pytest.raises(SandboxFailure, match="control group") as failure:
-        await sandbox.run(Command(arguments=["true"]), Limits())
+        await sandbox.run(SandboxCommand(arguments=["true"]), Limits())
     assert failure.value.kind == "sandbox-lost"
     await runtime.close()
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 20, 1000])  # a shell counts in blocks of 512
-async def test_a_program_has_its_limits_to_the_byte(fresh: Bubblewrap, file_bytes: int) -> None:
+async def test_a_program_has_its_limits_to_the_byte(fresh: BubblewrapRuntime, file_bytes: int) -> None:
     limits = Limits(file_bytes=file_bytes, open_files=99)
-    said = (await fresh.run(Command(arguments=["cat", "/proc/self/limits"]), limits)).stdout.text
+    said = (await fresh.run(SandboxCommand(arguments=["cat", "/proc/self/limits"]), limits)).stdout.text
     found = re.findall(r"^Max (core file size|file size|open files) +(\d+) +(\d+) ", said, re.MULTILINE)
     assert {name: values for name, *values in found} == {
         "core file size": ["0", "0"],
@@ -195,7 +199,7 @@ async def test_a_program_has_its_limits_to_the_byte(fresh: Bubblewrap, file_byte
 def test_a_missing_bubblewrap_is_reported_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxFailure, match="bwrap") as caught:
-        Bubblewrap()
+        BubblewrapRuntime()
     assert caught.value.kind == "runtime-missing"
     assert "apt-get install bubblewrap" in caught.value.hint
 
@@ -336,13 +340,13 @@ async def test_process_1_is_reaped_where_it_becomes_a_child_of_the_supervisor() 
     code = """
 import asyncio, ctypes, os
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import SandboxCommand
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 async def main():
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     for _ in range(3):
-        assert (await runtime.run(Command(arguments=['true']), Limits())).exit_code == 0
+        assert (await runtime.run(SandboxCommand(arguments=['true']), Limits())).exit_code == 0
     await runtime.close()
 
 PR_SET_CHILD_SUBREAPER = 36  # as process 1 of a container is
@@ -405,11 +409,11 @@ async def test_a_limit_of_memory_that_cannot_be_set_is_refused_and_leaves_no_gro
 
 async def test_signals_that_this_process_ignores_have_their_default_effect_inside() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     try:
         forked = await runtime.run_code(PythonProgram(code=code), Limits())
-        fresh = await runtime.run(Command(arguments=["/usr/bin/python3", "-c", code]), Limits())
+        fresh = await runtime.run(SandboxCommand(arguments=["/usr/bin/python3", "-c", code]), Limits())
     finally:
         await runtime.close()
         signal.signal(signal.SIGINT, before)

@@ -19,8 +19,8 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import descendants, lives, mounts
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
 from tests.leaks import descriptors
 from tests.sandbox.runtimes.helpers import LIMITS, detached, output_of, python, wait_until
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.component("bubblewrap")
 async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     script = f"{detached(mark)} & cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
-    assert output_of(await sandbox.run(Command(arguments=["bash", "-c", script]), LIMITS)) == "given"
+    assert output_of(await sandbox.run(SandboxCommand(arguments=["bash", "-c", script]), LIMITS)) == "given"
     assert not lives(mark)
-    assert output_of(await sandbox.run(Command(arguments=["cat", "y"]), LIMITS)) == "more\n"
+    assert output_of(await sandbox.run(SandboxCommand(arguments=["cat", "y"]), LIMITS)) == "more\n"
 
 
 async def test_a_command_has_its_own_input_files_environment_and_result(sandbox: Sandbox) -> None:
-    command = Command(
+    command = SandboxCommand(
         arguments=["bash", "-c", "cat; cat a/b; echo $X; exit 3"],
         stdin=b"in ",
         files={"a/b": b"file "},
@@ -47,18 +47,18 @@ async def test_a_command_has_its_own_input_files_environment_and_result(sandbox:
     assert (result.stdout.text, result.exit_code, result.fault) == ("in file x\n", 3, "program")
     result = await sandbox.run(python("import os\nos.kill(os.getpid(), 15)"), LIMITS)
     assert (result.signal, result.fault) == (15, "program")
-    result = await sandbox.run(Command(arguments=["no-such-program"]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["no-such-program"]), LIMITS)
     assert (result.exit_code, result.stderr.text) == (127, "no-such-program: No such file or directory\n")
     result = await sandbox.run(python("print('so far', flush=True)\nimport time\ntime.sleep(99)"), Limits(wall_s=1.0))
     assert (result.limit, result.exit_code, result.stdout.text) == ("time", None, "so far\n")
-    result = await sandbox.run(Command(arguments=["yes"]), Limits(output_bytes=1 << 20))
+    result = await sandbox.run(SandboxCommand(arguments=["yes"]), Limits(output_bytes=1 << 20))
     assert (result.limit, result.fault) == ("output", "limit")
 
 
-async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(fresh: Bubblewrap) -> None:
+async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
     session = await sandbox.session("bash")
-    fill, clear = python("open('x', 'wb').write(bytes(2 << 20))"), Command(arguments=["rm", "x"])
+    fill, clear = python("open('x', 'wb').write(bytes(2 << 20))"), SandboxCommand(arguments=["rm", "x"])
     assert (await session.run("false", LIMITS)).limit is None
     result = await sandbox.run(fill, LIMITS)
     assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
@@ -73,7 +73,7 @@ async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(fresh: B
 
 
 @pytest.mark.component("cgroups")
-async def test_limits_hold_for_the_whole_sandbox(fresh: Bubblewrap) -> None:
+async def test_limits_hold_for_the_whole_sandbox(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20, pids=20)), 60.0)
     session = await sandbox.session("bash")
     hungry = "held = [bytearray(10_000_000) for _ in range(1000)]"
@@ -88,11 +88,11 @@ async def test_limits_hold_for_the_whole_sandbox(fresh: Bubblewrap) -> None:
 
 
 @pytest.mark.component("cgroups")
-async def test_programs_count_the_processors_that_they_may_use(fresh: Bubblewrap) -> None:
+async def test_programs_count_the_processors_that_they_may_use(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(limits=Limits(cpus=1.0)), 60.0)
     session = await sandbox.session("bash")
     assert output_of(await session.run("nproc", LIMITS)) == "1\n"
-    assert output_of(await sandbox.run(Command(arguments=["nproc"]), LIMITS)) == "1\n"
+    assert output_of(await sandbox.run(SandboxCommand(arguments=["nproc"]), LIMITS)) == "1\n"
 
 
 async def test_a_program_sees_neither_the_init_process_nor_other_programs(sandbox: Sandbox) -> None:
@@ -116,7 +116,7 @@ for number in (9, 19, 2, 15):
     assert output_of(status).split()[1::2] == ["0" * 16, "0" * 16, "1", "2"]
 
 
-async def test_an_idle_sandbox_uses_less_than_ten_megabytes(fresh: Bubblewrap) -> None:
+async def test_an_idle_sandbox_uses_less_than_ten_megabytes(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(), 60.0)
     output_of(await sandbox.run(python("print(1)"), LIMITS))
     assert isinstance(sandbox, BubblewrapSandbox)
@@ -149,11 +149,11 @@ async def test_a_reset_sandbox_has_its_first_state(sandbox: Sandbox) -> None:
 
 async def canary(sandbox: Sandbox) -> str:
     return output_of(
-        await sandbox.run(Command(arguments=["ls", "-lR", "/scratch", "/dev/shm", "/proc/sysvipc"]), LIMITS)
+        await sandbox.run(SandboxCommand(arguments=["ls", "-lR", "/scratch", "/dev/shm", "/proc/sysvipc"]), LIMITS)
     )
 
 
-async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fresh: Bubblewrap) -> None:
+async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fresh: BubblewrapRuntime) -> None:
     async def life() -> None:
         sandbox = await fresh.open(Template(files={"x": b"x"}), 60.0)
         for kind in ("bash", "python"):
@@ -177,7 +177,7 @@ async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fres
     assert not lives(mark)
 
 
-async def test_a_sandbox_ends_at_its_expiry(fresh: Bubblewrap) -> None:
+async def test_a_sandbox_ends_at_its_expiry(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(), 1.5)
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
@@ -202,10 +202,10 @@ SUPERVISOR = """
 import asyncio, sys
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Template
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 
 async def main():
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     sandbox = await runtime.open(Template(), float(sys.argv[2]))
     session = await sandbox.session("bash")
     await session.run(f"setsid bash -c 'exec -a {sys.argv[1]} sleep 300' & sleep 0.2", Limits())
@@ -238,7 +238,7 @@ async def test_a_sandbox_ends_with_its_supervisor_or_at_its_expiry(how: str) -> 
 
 
 async def test_sessions_and_files_work_without_control_groups() -> None:
-    runtime = Bubblewrap(NoDriver())
+    runtime = BubblewrapRuntime(NoDriver())
     sandbox = await runtime.open(Template(files={"x": b"x"}, limits=Limits(pids=30)), 60.0)
     session = await sandbox.session("bash")
     assert output_of(await session.run("cat x", LIMITS)) == "x"
@@ -249,14 +249,14 @@ async def test_sessions_and_files_work_without_control_groups() -> None:
     await runtime.close()
 
 
-async def test_a_template_with_an_image_is_refused(fresh: Bubblewrap) -> None:
+async def test_a_template_with_an_image_is_refused(fresh: BubblewrapRuntime) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await fresh.open(Template(image="debian:12"), 60.0)
     assert caught.value.kind == "not-offered"
 
 
-async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewrap, sandbox: Sandbox) -> None:
-    look = Command(arguments=["cat", "/proc/self/cgroup"])
+async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: BubblewrapRuntime, sandbox: Sandbox) -> None:
+    look = SandboxCommand(arguments=["cat", "/proc/self/cgroup"])
     session = await sandbox.session("bash")
     code = "print(open('/proc/self/cgroup').read())"
     for result in (
@@ -270,7 +270,7 @@ async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewr
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, math.nan, math.inf])
 async def test_a_ttl_that_is_not_a_positive_finite_number_is_refused(ttl_s: float) -> None:
-    runtime = Bubblewrap()
+    runtime = BubblewrapRuntime()
     with pytest.raises(SandboxFailure, match="ttl_s") as caught:
         await runtime.open(Template(), ttl_s)
     assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
@@ -288,7 +288,7 @@ def left(*, collect: bool = False) -> tuple[int, set[int], set[Path]]:
 
 @pytest.mark.parametrize("what", ["open", "close", "reset"])
 async def test_a_call_that_is_cancelled_half_way_leaves_nothing(what: str) -> None:
-    await (runtime := Bubblewrap()).close()
+    await (runtime := BubblewrapRuntime()).close()
     before = left(collect=True)
     for turns in range(24):
         opened = None if what == "open" else await runtime.open(Template(), 300.0)
@@ -309,11 +309,11 @@ async def test_a_call_that_is_cancelled_half_way_leaves_nothing(what: str) -> No
 
 @pytest.mark.parametrize("what", ["run", "run_code"])
 async def test_an_execution_that_is_cancelled_at_any_time_leaves_nothing(what: str) -> None:
-    await (runtime := Bubblewrap()).close()
+    await (runtime := BubblewrapRuntime()).close()
     before = left(collect=True)
     for turns in range(40):
         running = (
-            runtime.run(Command(arguments=["sleep", "60"]), LIMITS)
+            runtime.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS)
             if what == "run"
             else runtime.run_code(PythonProgram(code="import time; time.sleep(60)", domain=f"{turns // 4}"), LIMITS)
         )
@@ -326,5 +326,5 @@ async def test_an_execution_that_is_cancelled_at_any_time_leaves_nothing(what: s
     assert left() == before
 
 
-async def opening(runtime: Bubblewrap) -> None:
+async def opening(runtime: BubblewrapRuntime) -> None:
     await (await runtime.open(Template(), 300.0)).close()

@@ -14,9 +14,9 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.init_process import BubblewrapSessionHost
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.runtimes.shared.sessions import HostedSession
 from tests.sandbox.runtimes.helpers import LIMITS, detached, output_of, pids_marked, pids_named, wait_until
 
@@ -108,7 +108,7 @@ async def test_a_cell_that_exceeds_its_time_leaves_the_session_with_its_variable
     assert result.stdout.text == "so far\n"
     assert result.wall_s < 5
     assert output_of(await session.run("echo $kept$x" if kind == "bash" else "kept, x", LIMITS)) in ("11\n", "(1, 1)\n")
-    assert output_of(await sandbox.run(Command(arguments=["echo", "fine"]), LIMITS)) == "fine\n"
+    assert output_of(await sandbox.run(SandboxCommand(arguments=["echo", "fine"]), LIMITS)) == "fine\n"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_a_forked_child_of_a_cell_does_not_take_later_cells(sandbox: Sandb
 
 @BOTH
 async def test_a_shell_that_was_killed_between_cells_is_recreated_and_the_next_cell_says_so(
-    fresh: Bubblewrap, kind: Any
+    fresh: BubblewrapRuntime, kind: Any
 ) -> None:
     mark = secrets.token_hex(8)
     sandbox = await fresh.open(Template(environment={"MARK": mark}), 60.0)
@@ -274,7 +274,7 @@ async def test_an_interrupt_of_a_cell_spares_processes_of_earlier_cells(sandbox:
 
 
 @pytest.mark.component("cgroups")
-async def test_the_result_says_that_an_interpreter_was_killed_for_memory(fresh: Bubblewrap) -> None:
+async def test_the_result_says_that_an_interpreter_was_killed_for_memory(fresh: BubblewrapRuntime) -> None:
     sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20)), 60.0)
     session = await sandbox.session("python")
     result = await session.run("held = [bytearray(10_000_000) for _ in range(1000)]", LIMITS)

@@ -19,10 +19,10 @@ from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.host.seccomp import ARCHITECTURES, FAMILIES
 from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
 from headrace_sandbox.runtimes.docker.container_settings import BOOT, EXPIRES, OWNER, boot_id, seccomp_profile
 from headrace_sandbox.runtimes.docker.daemon import Daemon, Streams
-from headrace_sandbox.runtimes.docker.runtime import Docker
+from headrace_sandbox.runtimes.docker.runtime import DockerRuntime
 from headrace_sandbox.runtimes.docker.sandbox import DockerSessionHost
 from headrace_sandbox.runtimes.docker.stream_watch import StreamFrameReader, StreamWatcher
 from headrace_sandbox.runtimes.registry import make_runtime
@@ -37,14 +37,14 @@ Code = Callable[..., Awaitable[ExecResult]]
 
 
 @pytest.fixture
-async def runtime(docker: DockerSetup) -> AsyncIterator[Docker]:
-    made_ = Docker(docker.daemon.host, docker.python)
+async def runtime(docker: DockerSetup) -> AsyncIterator[DockerRuntime]:
+    made_ = DockerRuntime(docker.daemon.host, docker.python)
     yield made_
     await made_.close()
 
 
 @pytest.fixture
-async def code(runtime: Docker) -> Code:
+async def code(runtime: DockerRuntime) -> Code:
     async def run(text: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = None, **limits: Any) -> ExecResult:
         program = PythonProgram(code=text, stdin=stdin, files=files or {})
         return await runtime.run_code(program, Limits(**{"wall_s": 30.0, **limits}))
@@ -158,7 +158,7 @@ def test_the_filter_equals_that_of_the_other_runtimes_on_every_architecture() ->
 # Verdicts and limits --------------------------------------------------------------------------------------------------
 
 
-async def test_a_result_has_the_exit_status_that_the_daemon_reported(code: Code, runtime: Docker) -> None:
+async def test_a_result_has_the_exit_status_that_the_daemon_reported(code: Code, runtime: DockerRuntime) -> None:
     for text, expected in (
         ("raise SystemExit(7)", (7, None, None, "program")),
         ("import os\nos._exit(0)", (0, None, None, "")),
@@ -172,7 +172,7 @@ async def test_a_result_has_the_exit_status_that_the_daemon_reported(code: Code,
     lines = result.stderr.text.splitlines()
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ZeroDivisionError: division by zero")
     assert all("main.py" in line for line in lines if "File" in line)
-    missing = await runtime.run(Command(arguments=["no-such-program"]), Limits())
+    missing = await runtime.run(SandboxCommand(arguments=["no-such-program"]), Limits())
     assert (missing.exit_code, missing.fault) == (127, "program")
     assert "no-such-program" in missing.stderr.text
 
@@ -229,10 +229,10 @@ async def test_a_program_that_fails_with_a_full_scratch_folder_ran_into_its_disk
         assert (result.exit_code, result.limit, result.fault) == expected
 
 
-async def test_background_processes_do_not_delay_a_result(runtime: Docker) -> None:
+async def test_background_processes_do_not_delay_a_result(runtime: DockerRuntime) -> None:
     mark = secrets.token_hex(8)
     script = "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & (sleep 9; echo late) & echo started"
-    result = await runtime.run(Command(arguments=["bash", "-c", f"{script} # {mark}"]), Limits(wall_s=30))
+    result = await runtime.run(SandboxCommand(arguments=["bash", "-c", f"{script} # {mark}"]), Limits(wall_s=30))
     assert (result.exit_code, result.stdout.text, result.limit) == (0, "started\n", None)
     assert not lives(mark)
 
@@ -242,20 +242,20 @@ async def test_a_program_that_kills_all_it_can_spares_our_processes(code: Code) 
     assert (result.signal, result.limit, result.fault, result.lost) == (9, None, "program", None)
 
 
-async def test_input_and_output_are_whole_bytes(code: Code, runtime: Docker) -> None:
+async def test_input_and_output_are_whole_bytes(code: Code, runtime: DockerRuntime) -> None:
     result = await code(
         "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])", stdin=bytes(range(256)) * 4000
     )
     assert result.stdout.total_bytes == 256 * 4000
     assert result.stdout.head[:256] == bytes(range(256))[::-1]
-    unread = await runtime.run(Command(arguments=["echo", "unread"], stdin=b"x" * 1_000_000), Limits())
+    unread = await runtime.run(SandboxCommand(arguments=["echo", "unread"], stdin=b"x" * 1_000_000), Limits())
     assert unread.stdout.text == "unread\n"
-    assert (await runtime.run(Command(arguments=["cat"]), Limits())).stdout.text == ""
+    assert (await runtime.run(SandboxCommand(arguments=["cat"]), Limits())).stdout.text == ""
 
 
-async def test_a_program_has_only_its_own_files_and_variables(runtime: Docker) -> None:
+async def test_a_program_has_only_its_own_files_and_variables(runtime: DockerRuntime) -> None:
     listing = "import os, json\nprint(json.dumps([dict(os.environ), open('a/b.bin', 'rb').read().hex()]))"
-    command = Command(
+    command = SandboxCommand(
         arguments=["python3", "-c", listing], files={"a/b.bin": b"\xff\0"}, environment={"NAME": "a value"}
     )
     variables, content = json.loads((await runtime.run(command, Limits())).stdout.text)
@@ -264,7 +264,7 @@ async def test_a_program_has_only_its_own_files_and_variables(runtime: Docker) -
     assert variables.keys() <= {"PATH", "HOME", "LANG", "PWD", "SHLVL", "_", "LC_CTYPE"}
     for path in ("/etc/x", "../x", "a/../../x"):
         with pytest.raises(SandboxFailure) as caught:
-            await runtime.run(Command(arguments=["true"], files={path: b""}), Limits())
+            await runtime.run(SandboxCommand(arguments=["true"], files={path: b""}), Limits())
         assert caught.value.kind == "bad-path"
 
 
@@ -273,10 +273,10 @@ async def test_a_program_has_only_its_own_files_and_variables(runtime: Docker) -
 
 async def test_any_image_runs_a_command_that_it_has(docker: DockerSetup) -> None:
     for image in (docker.shell, docker.bare):
-        runtime = Docker(docker.daemon.host, image)
-        assert (await runtime.run(Command(arguments=["cat"], stdin=b"in"), Limits())).stdout.text == "in"
-        assert (await runtime.run(Command(arguments=["no-such"]), Limits())).exit_code == 127
-        endless = await runtime.run(Command(arguments=["cat", "/dev/zero"]), Limits(output_bytes=1 << 20))
+        runtime = DockerRuntime(docker.daemon.host, image)
+        assert (await runtime.run(SandboxCommand(arguments=["cat"], stdin=b"in"), Limits())).stdout.text == "in"
+        assert (await runtime.run(SandboxCommand(arguments=["no-such"]), Limits())).exit_code == 127
+        endless = await runtime.run(SandboxCommand(arguments=["cat", "/dev/zero"]), Limits(output_bytes=1 << 20))
         assert (endless.limit, endless.fault) == ("output", "limit")
         with pytest.raises(SandboxFailure, match="python3") as caught:
             await runtime.run_code(PythonProgram(code=""), Limits())
@@ -285,8 +285,8 @@ async def test_any_image_runs_a_command_that_it_has(docker: DockerSetup) -> None
 
 
 async def test_files_enter_an_image_without_python_by_its_tar(docker: DockerSetup) -> None:
-    runtime = Docker(docker.daemon.host, docker.shell)
-    result = await runtime.run(Command(arguments=["cat", "a/b"], files={"a/b": b"content"}), Limits())
+    runtime = DockerRuntime(docker.daemon.host, docker.shell)
+    result = await runtime.run(SandboxCommand(arguments=["cat", "a/b"], files={"a/b": b"content"}), Limits())
     assert result.stdout.text == "content"
     await runtime.close()
 
@@ -296,9 +296,9 @@ async def test_an_unnamed_or_missing_image_is_our_failure_with_a_remedy(
 ) -> None:
     monkeypatch.delenv("HEADRACE_DOCKER_IMAGE", raising=False)
     for image, kind, hint in ((None, "no-image", "HEADRACE_DOCKER_IMAGE"), ("no/such:image", "image-missing", "Pull")):
-        runtime = Docker(docker.daemon.host, image)
+        runtime = DockerRuntime(docker.daemon.host, image)
         with pytest.raises(SandboxFailure) as caught:
-            await runtime.run(Command(arguments=["true"]), Limits())
+            await runtime.run(SandboxCommand(arguments=["true"]), Limits())
         assert (caught.value.kind, caught.value.retryable) == (kind, False)
         assert hint in caught.value.hint
         await runtime.close()
@@ -339,7 +339,7 @@ async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: Doc
 def test_a_missing_daemon_is_our_failure_with_a_remedy() -> None:
     for host, kind in (("unix:///no/such/socket", "daemon-unreachable"), ("ssh://somewhere", "bad-address")):
         with pytest.raises(SandboxFailure) as caught:
-            Docker(host, "any")
+            DockerRuntime(host, "any")
         assert caught.value.kind == kind
         assert "DOCKER_HOST" in caught.value.hint
 
@@ -351,9 +351,9 @@ async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
     daemon = DockerDaemon()
     try:
         daemon.start()
-        runtime = Docker(daemon.host, daemon.load("shell", images.SHELL))
-        await runtime.run(Command(arguments=["true"]), Limits())
-        running = asyncio.ensure_future(runtime.run(Command(arguments=["sleep", "60"]), Limits(wall_s=60)))
+        runtime = DockerRuntime(daemon.host, daemon.load("shell", images.SHELL))
+        await runtime.run(SandboxCommand(arguments=["true"]), Limits())
+        running = asyncio.ensure_future(runtime.run(SandboxCommand(arguments=["sleep", "60"]), Limits(wall_s=60)))
         await until_started(daemon.host)
         daemon.kill()
         with pytest.raises(SandboxFailure) as caught:
@@ -383,7 +383,9 @@ async def test_executions_leave_no_container_group_descriptor_or_task(docker: Do
     assert descriptors() == before
 
 
-async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker: DockerSetup, runtime: Docker) -> None:
+async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(
+    docker: DockerSetup, runtime: DockerRuntime
+) -> None:
     daemon = Daemon(docker.daemon.host)
     mine, boot = str(this_supervisor()), boot_id()
     dead = mine.replace("-", "-9", 1)

@@ -14,9 +14,9 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Template
+from headrace_sandbox.runtimes.base import FileInfo, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.docker.daemon import Daemon
-from headrace_sandbox.runtimes.docker.runtime import Docker
+from headrace_sandbox.runtimes.docker.runtime import DockerRuntime
 from headrace_sandbox.runtimes.docker.sandbox import DockerSandbox
 from tests.sandbox.runtimes.bubblewrap.test_background_processes import CASES as G15
 from tests.sandbox.runtimes.docker.fixtures import DockerSetup
@@ -28,19 +28,19 @@ LIMITS = Limits(wall_s=30.0)
 
 
 @pytest.fixture
-async def runtime(docker: DockerSetup) -> AsyncIterator[Docker]:
-    made = Docker(docker.daemon.host, docker.python)
+async def runtime(docker: DockerSetup) -> AsyncIterator[DockerRuntime]:
+    made = DockerRuntime(docker.daemon.host, docker.python)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def sandbox(runtime: Docker) -> Sandbox:
+async def sandbox(runtime: DockerRuntime) -> Sandbox:
     return await runtime.open(Template(files={"given/x.txt": b"given"}), 300.0)
 
 
-def shell(script: str) -> Command:
-    return Command(arguments=["bash", "-c", script])
+def shell(script: str) -> SandboxCommand:
+    return SandboxCommand(arguments=["bash", "-c", script])
 
 
 def said(result: ExecResult) -> str:
@@ -63,7 +63,9 @@ async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> 
     script = f"{daemon(mark)}; cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
     assert said(await sandbox.run(shell(script), LIMITS)) == "given"
     await until_marked(mark, gone=True)
-    given = Command(arguments=["bash", "-c", "cat; cat y a/b; echo $X; exit 3"], stdin=b"in ", files={"a/b": b"file "})
+    given = SandboxCommand(
+        arguments=["bash", "-c", "cat; cat y a/b; echo $X; exit 3"], stdin=b"in ", files={"a/b": b"file "}
+    )
     result = await sandbox.run(given, LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("in more\nfile \n", 3, "program")
 
@@ -147,19 +149,19 @@ async def test_a_reset_restores_the_first_state(sandbox: Sandbox) -> None:
     assert caught.value.kind == "closed"
 
 
-async def test_a_program_whose_files_use_up_the_memory_is_never_our_failure(runtime: Docker) -> None:
+async def test_a_program_whose_files_use_up_the_memory_is_never_our_failure(runtime: DockerRuntime) -> None:
     limits = Limits(memory_bytes=64 << 20, disk_bytes=256 << 20, file_bytes=1 << 30)
     sandbox = await runtime.open(Template(limits=limits), 300.0)
     result = await sandbox.run(shell("cat /dev/zero >x"), LIMITS)
     assert result.limit == "memory"
     for _ in range(6):
-        after = await sandbox.run(Command(arguments=["echo", "ok"]), LIMITS)
+        after = await sandbox.run(SandboxCommand(arguments=["echo", "ok"]), LIMITS)
         assert after.lost is not None or after.limit == "memory" or after.stdout.text == "ok\n"
         assert after.stdout.text in ("", "ok\n")
 
 
 async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(
-    docker: DockerSetup, runtime: Docker
+    docker: DockerSetup, runtime: DockerRuntime
 ) -> None:
     sandbox = await runtime.open(Template(), 3.0)
     assert isinstance(sandbox, DockerSandbox)
@@ -180,12 +182,14 @@ async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(
 
 
 async def test_an_image_without_python_takes_commands_and_files_and_names_what_it_lacks(docker: DockerSetup) -> None:
-    runtime = Docker(docker.daemon.host, docker.python)
+    runtime = DockerRuntime(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(image=docker.shell, files={"a/b": b"content"}), 60.0)
-    result = await sandbox.run(Command(arguments=["cat", "a/b", "c"], files={"c": b"more"}), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["cat", "a/b", "c"], files={"c": b"more"}), LIMITS)
     assert said(result) == "contentmore"
     mark = secrets.token_hex(8)
-    await sandbox.run(Command(arguments=["sh", "-c", f"setsid sh -c ': {mark}; sleep 300; :' & sleep 0.2"]), LIMITS)
+    await sandbox.run(
+        SandboxCommand(arguments=["sh", "-c", f"setsid sh -c ': {mark}; sleep 300; :' & sleep 0.2"]), LIMITS
+    )
     assert not lives(mark)
     for call, lacks in ((sandbox.session("bash"), "python3"), (sandbox.read("a/b", 9), "python3")):
         with pytest.raises(SandboxFailure, match=lacks) as caught:
@@ -197,15 +201,15 @@ async def test_an_image_without_python_takes_commands_and_files_and_names_what_i
     await runtime.close()
 
 
-async def test_a_background_process_does_not_delay_a_command(runtime: Docker) -> None:
+async def test_a_background_process_does_not_delay_a_command(runtime: DockerRuntime) -> None:
     sandbox = await runtime.open(Template(), 300.0)
     for script, expected in G15.args[1]:
         mark = secrets.token_hex(8)
-        result = await sandbox.run(Command(arguments=["bash", "-c", script, mark]), Limits(wall_s=30.0))
+        result = await sandbox.run(SandboxCommand(arguments=["bash", "-c", script, mark]), Limits(wall_s=30.0))
         assert (result.exit_code, result.limit, result.lost) == (0, None, None), script
         assert result.stdout.text.replace("y\n", "") == expected
         assert not lives(mark)
-    waits = Command(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
+    waits = SandboxCommand(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
     assert (await sandbox.run(waits, Limits(wall_s=1.0))).limit == "time"
     assert not lives(mark)
     session = await sandbox.session("bash")
@@ -238,7 +242,7 @@ async def test_a_sandbox_that_is_ended_from_outside_is_our_failure(
 
 
 async def test_a_closed_runtime_leaves_nothing(docker: DockerSetup) -> None:
-    runtime = Docker(docker.daemon.host, docker.python)
+    runtime = DockerRuntime(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(), 60.0)
     await sandbox.session("python")
     mark = secrets.token_hex(8)
@@ -249,7 +253,7 @@ async def test_a_closed_runtime_leaves_nothing(docker: DockerSetup) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waits
     assert time.monotonic() - began < 10
-    assert said(await sandbox.run(Command(arguments=["echo", "ok"]), LIMITS)) == "ok\n"
+    assert said(await sandbox.run(SandboxCommand(arguments=["echo", "ok"]), LIMITS)) == "ok\n"
     await runtime.close()
     assert await containers(docker.daemon.host) == []
     assert docker.daemon.groups() == []

@@ -20,8 +20,8 @@ from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.host.supervisor import MADE_FOLDER, state_folder, this_supervisor
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.runtimes.gvisor.runtime import Gvisor
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
+from headrace_sandbox.runtimes.gvisor.runtime import GvisorRuntime
 from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
 from tests.sandbox.runtimes.bubblewrap.test_background_processes import CASES
 from tests.sandbox.runtimes.docker.images import rootfs
@@ -32,8 +32,8 @@ LIMITS = Limits(wall_s=20.0)
 
 
 @pytest.fixture
-async def gvisor() -> AsyncIterator[Gvisor]:
-    runtime = Gvisor()
+async def gvisor() -> AsyncIterator[GvisorRuntime]:
+    runtime = GvisorRuntime()
     yield runtime
     await runtime.close()
     assert kept() == []
@@ -58,8 +58,8 @@ def sandboxes(kind: str = "runsc") -> list[int]:
     return found
 
 
-async def shell(runtime: Gvisor, script: str, **limits: float) -> ExecResult:
-    return await runtime.run(Command(arguments=["sh", "-c", script]), Limits(**{"wall_s": 20.0, **limits}))
+async def shell(runtime: GvisorRuntime, script: str, **limits: float) -> ExecResult:
+    return await runtime.run(SandboxCommand(arguments=["sh", "-c", script]), Limits(**{"wall_s": 20.0, **limits}))
 
 
 async def until(what: str) -> list[int]:
@@ -70,7 +70,7 @@ async def until(what: str) -> list[int]:
     return found
 
 
-async def test_a_sandbox_is_a_kernel_of_its_own(gvisor: Gvisor) -> None:
+async def test_a_sandbox_is_a_kernel_of_its_own(gvisor: GvisorRuntime) -> None:
     result = await shell(gvisor, "cat /proc/version; id -u; ls /; ls /tmp /sys")
     assert os.uname().release not in result.stdout.text
     assert "Linux version 4.4.0" in result.stdout.text
@@ -79,7 +79,7 @@ async def test_a_sandbox_is_a_kernel_of_its_own(gvisor: Gvisor) -> None:
     assert result.isolation.versions["runsc"]
 
 
-async def test_python_runs_with_its_files_input_and_arguments(gvisor: Gvisor) -> None:
+async def test_python_runs_with_its_files_input_and_arguments(gvisor: GvisorRuntime) -> None:
     program = PythonProgram(
         code="import sys, helper\nprint(sys.argv[1:], helper.x, len(sys.stdin.read()), open('a/b').read())",
         arguments=["one"],
@@ -96,71 +96,71 @@ async def test_python_runs_with_its_files_input_and_arguments(gvisor: Gvisor) ->
     [("exit 137", 137, None), ("kill -9 $$", None, 9), ("kill -SEGV $$", None, 11), ("no-such-program", 127, None)],
 )
 async def test_an_exit_code_is_not_taken_for_a_signal(
-    gvisor: Gvisor, script: str, exit_code: int | None, number: int | None
+    gvisor: GvisorRuntime, script: str, exit_code: int | None, number: int | None
 ) -> None:
     result = await shell(gvisor, script)
     assert (result.exit_code, result.signal, result.fault) == (exit_code, number, "program")
 
 
-async def test_any_finite_time_is_accepted(gvisor: Gvisor) -> None:
-    assert (await gvisor.run(Command(arguments=["true"]), Limits(wall_s=1e300))).exit_code == 0
+async def test_any_finite_time_is_accepted(gvisor: GvisorRuntime) -> None:
+    assert (await gvisor.run(SandboxCommand(arguments=["true"]), Limits(wall_s=1e300))).exit_code == 0
 
 
-async def test_a_command_that_exceeds_its_time_is_killed_and_its_output_is_kept(gvisor: Gvisor) -> None:
+async def test_a_command_that_exceeds_its_time_is_killed_and_its_output_is_kept(gvisor: GvisorRuntime) -> None:
     result = await shell(gvisor, "trap '' TERM INT; echo so far; sleep 60 & wait; sleep 60", wall_s=1.0)
     assert (result.limit, result.exit_code, result.signal, result.stdout.text) == ("time", None, None, "so far\n")
 
 
-async def test_a_background_child_does_not_delay_a_result(gvisor: Gvisor) -> None:
+async def test_a_background_child_does_not_delay_a_result(gvisor: GvisorRuntime) -> None:
     result = await shell(gvisor, "setsid sleep 60 & sleep 60 & echo started")
     assert (result.stdout.text, result.fault) == ("started\n", "")
     assert result.wall_s < 10
 
 
 @pytest.mark.component("cgroups")
-async def test_memory_of_all_processes_together_is_bounded(gvisor: Gvisor) -> None:
+async def test_memory_of_all_processes_together_is_bounded(gvisor: GvisorRuntime) -> None:
     code = "import os\nfor _ in range(4):\n    if os.fork() == 0:\n        break\nheld = bytearray(60 << 20)\nos.wait()"
     result = await gvisor.run_code(PythonProgram(code=code), Limits(wall_s=20.0, memory_bytes=64 << 20))
     assert (result.limit, result.fault, result.lost) == ("memory", "limit", None)
     assert (await shell(gvisor, "echo fine")).stdout.text == "fine\n"
 
 
-async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: Gvisor) -> None:
+async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: GvisorRuntime) -> None:
     code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)"
     result = await gvisor.run_code(PythonProgram(code=code), Limits(wall_s=20.0, pids=32))
     assert "Resource temporarily unavailable" in result.stderr.text
     assert (result.exit_code, result.limit, result.fault) == (1, "pids", "limit")
 
 
-async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: Gvisor) -> None:
+async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: GvisorRuntime) -> None:
     sandbox = await gvisor.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
     session = await sandbox.session("bash")
     assert (await session.run("false", LIMITS)).limit is None
-    result = await sandbox.run(Command(arguments=["sh", "-c", "head -c 2000000 /dev/zero >x; exit 3"]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["sh", "-c", "head -c 2000000 /dev/zero >x; exit 3"]), LIMITS)
     assert (result.exit_code, result.limit, result.fault) == (3, "disk", "limit")
     result = await session.run("false", LIMITS)
     assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
-    assert (await sandbox.run(Command(arguments=["true"]), LIMITS)).limit is None
-    result = await sandbox.run(Command(arguments=["sh", "-c", "rm x; exit 3"]), LIMITS)
+    assert (await sandbox.run(SandboxCommand(arguments=["true"]), LIMITS)).limit is None
+    result = await sandbox.run(SandboxCommand(arguments=["sh", "-c", "rm x; exit 3"]), LIMITS)
     assert (result.exit_code, result.limit, result.fault) == (3, None, "program")
     await sandbox.close()
 
 
 @pytest.mark.component("cgroups")
 async def test_a_kernel_that_the_machine_refuses_a_thread_ran_into_the_limit_of_its_program(
-    gvisor: Gvisor, monkeypatch: pytest.MonkeyPatch
+    gvisor: GvisorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.kernel.KERNEL_THREADS", 120)
     monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.kernel.THREADS_PER_PROCESS", 0)
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)"
     sandbox = await gvisor.open(Template(limits=Limits(pids=400, memory_bytes=1 << 30)), 60.0)
-    result = await sandbox.run(Command(arguments=["python3", "-c", forks]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["python3", "-c", forks]), LIMITS)
     assert (result.limit, result.exit_code, result.fault) == ("pids", None, "program")
     assert "limit of processes" in (result.lost or "")
 
 
 async def test_without_control_groups_rlimits_inside_bound() -> None:
-    runtime = Gvisor(NoDriver())
+    runtime = GvisorRuntime(NoDriver())
     code = "held = [bytearray(10_000_000) for _ in range(1000)]"
     result = await runtime.run_code(PythonProgram(code=code), LIMITS)
     assert "MemoryError" in result.stderr.text
@@ -169,7 +169,7 @@ async def test_without_control_groups_rlimits_inside_bound() -> None:
     assert sandboxes() == []
 
 
-async def test_a_sandbox_that_is_killed_from_outside_is_a_failure_of_ours(gvisor: Gvisor) -> None:
+async def test_a_sandbox_that_is_killed_from_outside_is_a_failure_of_ours(gvisor: GvisorRuntime) -> None:
     running = asyncio.ensure_future(shell(gvisor, "echo here; sleep 60"))
     (kernel,) = await until("runsc-sandbox")
     # The program may or may not have started: it is ours either way.
@@ -180,7 +180,7 @@ async def test_a_sandbox_that_is_killed_from_outside_is_a_failure_of_ours(gvisor
     assert caught.value.retryable
 
 
-async def test_a_cancelled_call_leaves_nothing(gvisor: Gvisor) -> None:
+async def test_a_cancelled_call_leaves_nothing(gvisor: GvisorRuntime) -> None:
     running = asyncio.ensure_future(shell(gvisor, "sleep 60"))
     await until("runsc-sandbox")
     running.cancel()
@@ -193,11 +193,11 @@ async def test_a_sandbox_ends_with_its_supervisor() -> None:
     code = """
 import asyncio
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import SandboxCommand
 from headrace_sandbox.host.supervisor import this_supervisor
-from headrace_sandbox.runtimes.gvisor.runtime import Gvisor
+from headrace_sandbox.runtimes.gvisor.runtime import GvisorRuntime
 print(this_supervisor(), flush=True)
-asyncio.run(Gvisor().run(Command(arguments=["sleep", "300"]), Limits(wall_s=300)))
+asyncio.run(GvisorRuntime().run(SandboxCommand(arguments=["sleep", "300"]), Limits(wall_s=300)))
 """
     supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert supervisor.stdout is not None
@@ -231,12 +231,12 @@ def _read(path: Path) -> str:
 
 
 @pytest.fixture
-async def sandbox(gvisor: Gvisor) -> GvisorSandbox:
+async def sandbox(gvisor: GvisorRuntime) -> GvisorSandbox:
     return await gvisor.open(Template(files={"given": b"given"}, limits=Limits(memory_bytes=128 << 20, pids=24)), 120.0)
 
 
-def command(script: str) -> Command:
-    return Command(arguments=["bash", "-c", script])
+def command(script: str) -> SandboxCommand:
+    return SandboxCommand(arguments=["bash", "-c", script])
 
 
 async def test_commands_share_files_and_leave_nothing_else(sandbox: GvisorSandbox) -> None:
@@ -351,12 +351,12 @@ async def test_without_memory_a_process_is_killed_or_the_sandbox_is_lost_and_lat
 async def test_a_fork_bomb_in_a_session_is_refused_and_the_session_goes_on(sandbox: GvisorSandbox) -> None:
     session = await sandbox.session("bash")
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
-    result = await sandbox.run(Command(arguments=["python3", "-c", forks]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["python3", "-c", forks]), LIMITS)
     assert (result.limit, result.fault) == ("pids", "limit")
     assert (await session.run("echo fine", LIMITS)).stdout.text == "fine\n"
 
 
-async def test_a_sandbox_ends_at_its_expiry_by_itself(gvisor: Gvisor) -> None:
+async def test_a_sandbox_ends_at_its_expiry_by_itself(gvisor: GvisorRuntime) -> None:
     sandbox = await gvisor.open(Template(), 2.0)
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.run(command("sleep 300"), LIMITS)
@@ -367,7 +367,7 @@ async def test_a_sandbox_ends_at_its_expiry_by_itself(gvisor: Gvisor) -> None:
 
 
 async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_changed(
-    gvisor: Gvisor, tmp_path: Path
+    gvisor: GvisorRuntime, tmp_path: Path
 ) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await gvisor.open(Template(image=str(tmp_path)), 60.0)
@@ -402,7 +402,7 @@ for attempt in (lambda: os.seteuid(0), lambda: open('/proc/1/mem', 'r+b'), lambd
     except PermissionError:
         pass
 """
-    result = await sandbox.run(Command(arguments=["python3", "-c", code]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["python3", "-c", code]), LIMITS)
     assert result.stdout.text == "(1000, 1000, 1000) ['0', '1', '2', '3']\n"
     session = await sandbox.session("bash")
     assert (await session.run("kill -9 1; kill -9 -1; echo alive", LIMITS)).stdout.text == "alive\n"
@@ -420,9 +420,9 @@ async def test_a_runsc_that_does_not_work_is_refused(
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("HEADRACE_RUNSC", str(broken))
     monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.connection.READY_S", 2.0)
-    runtime = Gvisor()
+    runtime = GvisorRuntime()
     with pytest.raises(SandboxFailure, match="gVisor could not make a sandbox") as caught:
-        await runtime.run(Command(arguments=["true"]), LIMITS)
+        await runtime.run(SandboxCommand(arguments=["true"]), LIMITS)
     assert "make parts" in caught.value.hint
     await runtime.close()
     assert kept() == []
@@ -431,5 +431,5 @@ async def test_a_runsc_that_does_not_work_is_refused(
 def test_a_missing_runsc_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_RUNSC", "/nonexistent/runsc")
     with pytest.raises(SandboxFailure, match="runsc is not installed at /nonexistent/runsc") as caught:
-        Gvisor()
+        GvisorRuntime()
     assert (caught.value.kind, caught.value.retryable) == ("runtime-missing", False)

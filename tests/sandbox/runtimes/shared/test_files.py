@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.layout import SCRATCH
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Template, checked_path
-from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.base import FileInfo, Sandbox, SandboxCommand, Template, checked_path
+from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.runtimes.shared.archives import ArchiveEntry, entries_of, tar_of
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -26,12 +26,12 @@ DISK_BYTES = 8 << 20
 
 
 @pytest.fixture
-async def sandbox(fresh: Bubblewrap) -> Sandbox:
+async def sandbox(fresh: BubblewrapRuntime) -> Sandbox:
     return await fresh.open(Template(limits=Limits(disk_bytes=DISK_BYTES, file_bytes=1 << 40)), 300.0)
 
 
 async def shell(sandbox: Sandbox, script: str) -> str:
-    result = await sandbox.run(Command(arguments=["bash", "-c", script]), LIMITS)
+    result = await sandbox.run(SandboxCommand(arguments=["bash", "-c", script]), LIMITS)
     assert result.fault == "", result.stderr.text
     return result.stdout.text
 
@@ -69,7 +69,7 @@ async def test_a_folders_entries_are_listed(sandbox: Sandbox) -> None:
     assert [item.path for item in await sandbox.list("d")] == ["d/e"]
     assert await refused(sandbox.list("f")) == "bad-path"
     assert await refused(sandbox.list("none")) == "no-such-file"
-    many = await sandbox.run(Command(arguments=["bash", "-c", "mkdir m; cd m; touch {1..9000}"]), LIMITS)
+    many = await sandbox.run(SandboxCommand(arguments=["bash", "-c", "mkdir m; cd m; touch {1..9000}"]), LIMITS)
     assert many.fault == ""
     assert len(await sandbox.list("m")) == 9000
 
@@ -193,7 +193,7 @@ async def test_a_link_in_the_path_of_an_upload_is_refused_or_replaced(sandbox: S
         tar_of([ArchiveEntry(path="d/x", kind="file"), ArchiveEntry(path="out", kind="link", target="d")])
     )
     assert await shell(sandbox, "readlink out; ls /dev/shm") == "d\n"
-    assert await refused(sandbox.run(Command(arguments=["true"], files={"out/x": b""}), LIMITS)) == "bad-path"
+    assert await refused(sandbox.run(SandboxCommand(arguments=["true"], files={"out/x": b""}), LIMITS)) == "bad-path"
 
 
 async def test_concurrent_calls_are_kept_apart(sandbox: Sandbox) -> None:

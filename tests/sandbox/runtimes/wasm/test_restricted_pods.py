@@ -17,7 +17,7 @@ import pytest
 from headrace_sandbox.host.supervisor import FOLDER_VARIABLE
 from headrace_sandbox.runtimes.registry import runtime_names
 from headrace_sandbox.runtimes.wasm import interpreter
-from headrace_sandbox.runtimes.wasm.runtime import Wasm
+from headrace_sandbox.runtimes.wasm.runtime import WasmRuntime
 from tests.leaks import MARK
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.component("bubblewrap"), pytest.mark.timeout(400)]
@@ -56,7 +56,7 @@ class Pod:
 
 @pytest.fixture(scope="module")
 def pod() -> Iterator[Pod]:
-    runtime = Wasm()
+    runtime = WasmRuntime()
     compiled = interpreter.compiled_modules(runtime._source, runtime._installation, lambda _: None)
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     cache = folder / ".cache/headrace"

@@ -17,11 +17,11 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.supervisor import FOLDER_VARIABLE, MADE_FOLDER, state_folder
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from headrace_sandbox.runtimes.wasm import interpreter
 from headrace_sandbox.runtimes.wasm import runtime as runtime_wasm
 from headrace_sandbox.runtimes.wasm.interpreter import CompiledModules
-from headrace_sandbox.runtimes.wasm.runtime import Wasm
+from headrace_sandbox.runtimes.wasm.runtime import WasmRuntime
 from tests.leaks import descriptors
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
 
@@ -29,13 +29,15 @@ pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the fi
 
 
 @pytest.fixture
-async def wasm() -> Wasm:
-    runtime = Wasm()
+async def wasm() -> WasmRuntime:
+    runtime = WasmRuntime()
     await runtime.prepare(lambda _: None)
     return runtime
 
 
-async def execute(runtime: Wasm, code: str, *, stdin: bytes = b"", files: Any = None, **limits: Any) -> ExecResult:
+async def execute(
+    runtime: WasmRuntime, code: str, *, stdin: bytes = b"", files: Any = None, **limits: Any
+) -> ExecResult:
     program = PythonProgram(code=code, stdin=stdin, files=files or {})
     return await runtime.run_code(program, Limits(**{"wall_s": 60.0, **limits}))
 
@@ -80,7 +82,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The interpreter ----------------------------------------------------------------------------------------------
 
 
-async def test_the_interpreter_is_cpython_and_imports_only_wasi(wasm: Wasm) -> None:
+async def test_the_interpreter_is_cpython_and_imports_only_wasi(wasm: WasmRuntime) -> None:
     from wasmtime import Module
 
     from headrace_sandbox.runtimes.wasm.worker import engine
@@ -102,10 +104,10 @@ async def test_the_interpreter_is_cpython_and_imports_only_wasi(wasm: Wasm) -> N
 async def test_another_interpreter_is_refused_and_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     changed = tmp_path / "python.wasm"
-    changed.write_bytes(Wasm()._source.read_bytes()[:-1] + b"\1")
+    changed.write_bytes(WasmRuntime()._source.read_bytes()[:-1] + b"\1")
     for module in (changed, tmp_path / "missing.wasm"):
         with pytest.raises(SandboxFailure, match=interpreter.SHA256) as caught:
-            await execute(Wasm(module), "print(1)")
+            await execute(WasmRuntime(module), "print(1)")
         assert caught.value.kind == "wrong-module"
     assert not [path for path in (tmp_path / "cache/headrace").iterdir() if path.suffix != ".lock"]
 
@@ -115,14 +117,14 @@ async def test_a_cache_that_other_users_can_write_is_refused(tmp_path: Path, mon
     (tmp_path / "headrace").mkdir()
     (tmp_path / "headrace").chmod(0o777)
     with pytest.raises(SandboxFailure) as caught:
-        await Wasm().prepare(lambda _: None)
+        await WasmRuntime().prepare(lambda _: None)
     assert caught.value.kind == "unsafe-cache"
 
 
 def test_a_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "find_spec", lambda _: None)
     with pytest.raises(SandboxFailure) as caught:
-        Wasm()
+        WasmRuntime()
     assert (caught.value.kind, caught.value.hint) == ("runtime-missing", "pip install 'headrace[wasm]'")
 
 
@@ -130,7 +132,7 @@ def test_a_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch:
 
 
 async def test_a_program_has_no_processes_threads_sockets_or_variables_of_ours(
-    wasm: Wasm, monkeypatch: pytest.MonkeyPatch
+    wasm: WasmRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "x")
     code = f"""
@@ -147,7 +149,7 @@ print(tried(lambda: __import__('ctypes')), sorted(os.environ))
     ]
 
 
-async def test_a_program_has_only_the_files_in_its_folder(wasm: Wasm, temporary: Path) -> None:
+async def test_a_program_has_only_the_files_in_its_folder(wasm: WasmRuntime, temporary: Path) -> None:
     outside = temporary / "outside"
     outside.write_text("secret")
     outside.chmod(0o644)
@@ -176,7 +178,9 @@ print(tried(lambda: os.chdir('..') or open('outside').read()))
     assert not (temporary / "made").exists()
 
 
-async def test_a_link_that_another_process_puts_into_its_folder_leads_nowhere(wasm: Wasm, temporary: Path) -> None:
+async def test_a_link_that_another_process_puts_into_its_folder_leads_nowhere(
+    wasm: WasmRuntime, temporary: Path
+) -> None:
     outside = temporary / "outside"
     outside.write_text("secret")
     code = f"""
@@ -199,7 +203,7 @@ print(tried(lambda: open('link').read()), tried(lambda: open('link', 'w').write(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-async def test_the_process_of_a_program_has_no_privileges(wasm: Wasm, temporary: Path) -> None:
+async def test_the_process_of_a_program_has_no_privileges(wasm: WasmRuntime, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     pid = await worker_of(running)
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -213,7 +217,7 @@ async def test_the_process_of_a_program_has_no_privileges(wasm: Wasm, temporary:
 # What bounds it -------------------------------------------------------------------------------------------------
 
 
-async def test_memory_is_bounded(wasm: Wasm) -> None:
+async def test_memory_is_bounded(wasm: WasmRuntime) -> None:
     result = await execute(wasm, "held = bytearray(600 << 20)")
     assert (result.exit_code, result.fault) == (1, "program")
     assert result.stderr.text.endswith("MemoryError\n")
@@ -247,7 +251,9 @@ def write(n):
     ],
     ids=["files", "deleted", "descriptor-1", "pwrite", "allocate", "empty", "folders", "symlinks", "links"],
 )
-async def test_the_folder_is_bounded(wasm: Wasm, monkeypatch: pytest.MonkeyPatch, temporary: Path, code: str) -> None:
+async def test_the_folder_is_bounded(
+    wasm: WasmRuntime, monkeypatch: pytest.MonkeyPatch, temporary: Path, code: str
+) -> None:
     monkeypatch.setattr(runtime_wasm, "INODES", 100)
     result = await execute(wasm, FULL + code, disk_bytes=8 << 20, file_bytes=1 << 30)
     assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
@@ -280,14 +286,14 @@ def deep(top, levels, name='x' * 200):
     ],
     ids=["deeper", "renamed", "hidden"],
 )
-async def test_the_folder_is_bounded_at_any_depth(wasm: Wasm, temporary: Path, code: str) -> None:
+async def test_the_folder_is_bounded_at_any_depth(wasm: WasmRuntime, temporary: Path, code: str) -> None:
     result = await execute(wasm, DEEP + code, disk_bytes=8 << 20, file_bytes=1 << 30)
     assert (result.limit, result.fault) == ("disk", "limit")
     assert "No space left on device" in result.stderr.text
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_refused_write_is_not_a_limit_of_a_program_that_succeeds(wasm: Wasm) -> None:
+async def test_a_refused_write_is_not_a_limit_of_a_program_that_succeeds(wasm: WasmRuntime) -> None:
     caught = "try:\n    for n in range(40): write(n)\nexcept OSError as error:\n    print(error.strerror)"
     result = await execute(wasm, FULL + caught, disk_bytes=8 << 20)
     assert (said(result), result.limit, result.fault) == ("No space left on device", None, "")
@@ -295,19 +301,19 @@ async def test_a_refused_write_is_not_a_limit_of_a_program_that_succeeds(wasm: W
     assert (alone.exit_code, alone.limit, alone.fault) == (1, None, "program")
 
 
-async def test_deleted_and_overwritten_data_is_not_counted_twice(wasm: Wasm) -> None:
+async def test_deleted_and_overwritten_data_is_not_counted_twice(wasm: WasmRuntime) -> None:
     over = "for n in range(40):\n    write(n % 4).close()\n"
     anew = "for n in range(40):\n    write(n).close()\n    os.unlink(f'{n}')\nprint('ok')"
     assert said(await execute(wasm, FULL + over + anew, disk_bytes=8 << 20)) == "ok"
 
 
-async def test_the_size_of_a_file_is_bounded(wasm: Wasm) -> None:
+async def test_the_size_of_a_file_is_bounded(wasm: WasmRuntime) -> None:
     for code in ("open('x', 'wb').truncate(1 << 40)", "open('x', 'wb').write(bytes(20 << 20))"):
         result = await execute(wasm, code, disk_bytes=1 << 30)
         assert "File too large" in result.stderr.text
 
 
-async def test_time_and_output_are_bounded(wasm: Wasm) -> None:
+async def test_time_and_output_are_bounded(wasm: WasmRuntime) -> None:
     for code, limits, limit in (
         ("while True: pass", {"wall_s": 0.5}, "time"),
         ("import time\ntime.sleep(300)", {"wall_s": 0.5}, "time"),
@@ -322,7 +328,7 @@ async def test_time_and_output_are_bounded(wasm: Wasm) -> None:
 # How its end is told --------------------------------------------------------------------------------------------
 
 
-async def test_a_result_reports_the_programs_end(wasm: Wasm) -> None:
+async def test_a_result_reports_the_programs_end(wasm: WasmRuntime) -> None:
     for code, exit_code, stderr in (
         ("raise SystemExit(7)", 7, ""),
         ("raise SystemExit('why')", 1, "why\n"),
@@ -337,7 +343,7 @@ async def test_a_result_reports_the_programs_end(wasm: Wasm) -> None:
     assert lines[1:] == ['  File "main.py", line 3, in <module>', '  File "main.py", line 2, in f', "ValueError: hm"]
 
 
-async def test_input_output_and_files_keep_every_byte(wasm: Wasm) -> None:
+async def test_input_output_and_files_keep_every_byte(wasm: WasmRuntime) -> None:
     code = """
 import sys
 given = sys.stdin.buffer.read()
@@ -354,7 +360,7 @@ print('é', helper.x, __name__, sys.argv, file=sys.stderr)
     assert caught.value.kind == "bad-path"
 
 
-async def test_a_crash_of_the_webassembly_runtime_is_the_programs_fault(wasm: Wasm, temporary: Path) -> None:
+async def test_a_crash_of_the_webassembly_runtime_is_the_programs_fault(wasm: WasmRuntime, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     os.kill(await worker_of(running), signal.SIGABRT)
     result = await running
@@ -362,7 +368,7 @@ async def test_a_crash_of_the_webassembly_runtime_is_the_programs_fault(wasm: Wa
     assert result.lost == "The program crashed the WebAssembly runtime: SIGABRT."
 
 
-async def test_a_process_that_is_killed_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -> None:
+async def test_a_process_that_is_killed_from_outside_is_our_failure(wasm: WasmRuntime, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     os.kill(await worker_of(running), signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:
@@ -371,7 +377,7 @@ async def test_a_process_that_is_killed_from_outside_is_our_failure(wasm: Wasm, 
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_cancelled_call_leaves_nothing(wasm: Wasm, temporary: Path) -> None:
+async def test_a_cancelled_call_leaves_nothing(wasm: WasmRuntime, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, "open('on', 'w').close()\nwhile True: open('x', 'w').close()"))
     pid = await worker_of(running)
     running.cancel()
@@ -381,7 +387,7 @@ async def test_a_cancelled_call_leaves_nothing(wasm: Wasm, temporary: Path) -> N
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(wasm: Wasm) -> None:
+async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(wasm: WasmRuntime) -> None:
     await execute(wasm, "")
     before, failures = descriptors(collect=True), []
     for more in range(MOST_NEEDED):
@@ -395,7 +401,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(w
     assert descriptors() == before
 
 
-async def test_a_process_that_cannot_be_started_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
+async def test_a_process_that_cannot_be_started_is_our_failure(wasm: WasmRuntime, tmp_path: Path) -> None:
     wasm._compiled = CompiledModules(*[str(tmp_path / "missing")] * 3)
     with pytest.raises(SandboxFailure, match="No such file") as caught:
         await execute(wasm, "")
@@ -406,13 +412,13 @@ SUPERVISOR = """
 import asyncio
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
-from headrace_sandbox.runtimes.wasm.runtime import Wasm
-asyncio.run(Wasm().run_code(PythonProgram(code="print('on', flush=True)\\nwhile True: pass"), Limits(wall_s=300)))
+from headrace_sandbox.runtimes.wasm.runtime import WasmRuntime
+asyncio.run(WasmRuntime().run_code(PythonProgram(code="print('on', flush=True)\\nwhile True: pass"), Limits(wall_s=300)))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-async def test_a_program_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
+async def test_a_program_does_not_outlive_its_supervisor(wasm: WasmRuntime) -> None:
     def children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -427,7 +433,7 @@ async def test_a_program_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_concurrent_programs_share_nothing_and_leave_nothing(wasm: Wasm, temporary: Path) -> None:
+async def test_concurrent_programs_share_nothing_and_leave_nothing(wasm: WasmRuntime, temporary: Path) -> None:
     await execute(wasm, "")
     before = descriptors(collect=True)
     code = "import os, sys\nprint(os.listdir(), sys.stdin.read())\nopen('x', 'w').close()"
@@ -437,15 +443,15 @@ async def test_concurrent_programs_share_nothing_and_leave_nothing(wasm: Wasm, t
     assert descriptors() == before
 
 
-async def test_only_python_commands_are_accepted(wasm: Wasm) -> None:
+async def test_only_python_commands_are_accepted(wasm: WasmRuntime) -> None:
     for arguments, files in (
         (["python3", "-I", "-c", "import sys; print(sys.argv[1:])", "a"], {}),
         (["/usr/bin/python3", "x.py", "a"], {"x.py": b"import sys; print(sys.argv[1:])"}),
     ):
-        assert said(await wasm.run(Command(arguments=arguments, files=files), Limits(wall_s=60))) == "['a']"
+        assert said(await wasm.run(SandboxCommand(arguments=arguments, files=files), Limits(wall_s=60))) == "['a']"
     refused: list[Callable[[], Any]] = [
-        lambda: wasm.run(Command(arguments=["bash", "-c", "true"]), Limits()),
-        lambda: wasm.run(Command(arguments=["python3", "-m", "http.server"]), Limits()),
+        lambda: wasm.run(SandboxCommand(arguments=["bash", "-c", "true"]), Limits()),
+        lambda: wasm.run(SandboxCommand(arguments=["python3", "-m", "http.server"]), Limits()),
         lambda: wasm.open(Template(), 60),
     ]
     for call in refused:
@@ -454,7 +460,7 @@ async def test_only_python_commands_are_accepted(wasm: Wasm) -> None:
         assert caught.value.kind == "not-offered"
 
 
-async def test_a_result_has_the_isolation_and_the_usage(wasm: Wasm) -> None:
+async def test_a_result_has_the_isolation_and_the_usage(wasm: WasmRuntime) -> None:
     result = await execute(wasm, "for _ in range(1_000_000): pass")
     assert result.isolation.versions.keys() == {"wasmtime", "cpython", "kernel"}
     assert {"memory_bytes", "pids", "disk_bytes"} <= set(result.isolation.active)
@@ -464,7 +470,7 @@ async def test_a_result_has_the_isolation_and_the_usage(wasm: Wasm) -> None:
 
 
 async def test_the_cache_is_private_and_may_be_part_of_an_image(
-    wasm: Wasm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wasm: WasmRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "headrace"
@@ -474,7 +480,7 @@ async def test_the_cache_is_private_and_may_be_part_of_an_image(
     for module in (wasm._compiled.program, wasm._compiled.stand_in, wasm._compiled.guard):
         (folder / Path(module).name).touch(mode=0o444)
     monkeypatch.setattr(interpreter, "_compile", None)
-    another = Wasm()
+    another = WasmRuntime()
     await another.prepare(lambda _: None)
     assert another._compiled is not None
     assert Path(another._compiled.program).parent == folder
