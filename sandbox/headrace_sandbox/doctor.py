@@ -3,11 +3,13 @@
 * Every runtime has a row, whether it comes with Headrace or by an entry point, and whether it works or not.
 * A runtime that raises, hangs or does not isolate has failed; the evidence is in its row, the remedy below it.
 * ``process`` is never more than a warning: it is not a sandbox.
-* The best runtime that passes is reported. It never replaces the default: a user has to choose it by name.
+* The best runtime that passes is reported: the cheapest of those that run any command, else the cheapest of the others.
+  It never replaces the default: a user has to choose it by name.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +20,18 @@ import msgspec
 from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError, SandboxFailure
 from headrace_sandbox.host.cgroups.detection import find_driver
-from headrace_sandbox.runtimes.base import Runtime
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import Runtime, SandboxCommand
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime_in_time, runtime_names
 from headrace_sandbox.runtimes.self_test import SelfTest, self_test, self_test_failed
 
 CheckVerdict = Literal["ok", "warn", "fail"]
 
-ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
-"""Best first, where several pass: runtimes that run any command, by cost, then those that run Python alone. Third-party
-runtimes come before ``wasm``."""
-
 CLOSE_S = 20.0
 """Time limit for closing a runtime."""
 
 APPARMOR = """\
-AppArmor refuses user namespaces, as Ubuntu 24.04 has it. Write this to /etc/apparmor.d/bwrap, and run
+AppArmor refuses user namespaces, which is the default of Ubuntu 24.04. Write this to /etc/apparmor.d/bwrap, and run
 `apparmor_parser -r /etc/apparmor.d/bwrap`:
     abi <abi/4.0>,
     include <tunables/global>
@@ -47,23 +46,24 @@ NO_USERNS = "The kernel refuses user namespaces: its sysctl user.max_user_namesp
 
 CONTAINER = """\
 This process is under a filter of system calls, most likely a container's, and that refuses user namespaces. The profile
-of the container must allow them. Under Kubernetes' restricted profile nothing inside the pod helps: the runtime
-wasm needs no namespaces."""
+of the container must allow them. Under Kubernetes' restricted profile this cannot be changed inside the pod; the
+runtime wasm needs no namespaces."""
 
 NO_GROUPS = (
-    "Run as root, or have cpu, memory and pids delegated to this user (systemd: Delegate=yes for its user@.service). "
-    "Until then memory is bounded for each process only, and nothing is counted."
+    "Run as root, or delegate cpu, memory and pids to this user (systemd: Delegate=yes for its user@.service). "
+    "Until then memory is bounded for each process only, and usage is not counted."
 )
 
 NOT_ROOT = (
-    "Only root can give each sandbox a user of its own: then what gets out of one finds nothing that is its user's. "
-    "Without root, let Headrace run as a user that owns nothing else."
+    "Only root can run each sandbox as a user of its own, so that a program that escapes finds no files of its user. "
+    "Without root, run Headrace as a user that owns nothing else."
 )
 
 
 class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the report. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
-    limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the kind of execution."""
+    """One row of the report. ``found``: the evidence in a line. ``hint``: the remedy where it is not ok. ``active``:
+    limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the kind of execution. ``any_command``: True
+    if it runs any command, not Python alone."""
 
     verdict: CheckVerdict
     name: str
@@ -72,6 +72,7 @@ class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     active: list[str] = []
     cost_s: dict[str, float] = {}
+    any_command: bool = False
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +93,9 @@ async def diagnose(say: Callable[[str], None]) -> DoctorReport:
 
 def best_of(rows: list[DoctorRow]) -> str | None:
     """The best runtime that passes."""
-    passed = [row.name for row in rows if row.verdict == "ok"]
-    others = [name for name in passed if name not in ORDER]
-    return next((name for name in (*ORDER[:-1], *others, ORDER[-1]) if name in passed), None)
+    passed = [row for row in rows if row.verdict == "ok"]
+    best = min(passed, key=lambda row: (not row.any_command, min(row.cost_s.values(), default=math.inf)), default=None)
+    return None if best is None else best.name
 
 
 async def check_runtime(name: str, say: Callable[[str], None]) -> DoctorRow:
@@ -102,12 +103,23 @@ async def check_runtime(name: str, say: Callable[[str], None]) -> DoctorRow:
     try:
         runtime = await make_runtime_in_time(name, allow_unsafe=True)
         try:
-            tried = await self_test(runtime, say)
+            result = await self_test(runtime, say)
+            any_command = result.passed and await _runs_any_command(runtime)
         finally:
             await _close(runtime)
-    except Exception as error:  # noqa: BLE001 - whatever a runtime of a third party raises is a finding
+    except Exception as error:  # noqa: BLE001 - a runtime of a third party may raise anything
         return _failed(name, error)
-    return _row(name, tried)
+    return _row(name, result, any_command)
+
+
+async def _runs_any_command(runtime: Runtime) -> bool:
+    try:
+        await runtime.run(SandboxCommand(arguments=["true"]), Limits())
+    except SandboxFailure as failure:
+        if failure.kind != "not-offered":
+            raise
+        return False
+    return True
 
 
 async def _close(runtime: Runtime) -> None:
@@ -118,16 +130,16 @@ async def _close(runtime: Runtime) -> None:
         raise self_test_failed(runtime.name, f"it did not close within {CLOSE_S:g} s") from None
 
 
-def _row(name: str, tried: SelfTest) -> DoctorRow:
+def _row(name: str, result: SelfTest, any_command: bool) -> DoctorRow:
     verdict: CheckVerdict = "ok"
-    found, hint = ", ".join(tried.proven), tried.hint
-    if not tried.passed:
-        verdict, found = "fail", f"does not hold: {'; '.join(tried.missing)}"
-    elif not tried.isolation.is_sandbox:
+    found, hint = ", ".join(result.proven), result.hint
+    if not result.passed:
+        verdict, found = "fail", f"does not hold: {'; '.join(result.missing)}"
+    elif not result.isolation.is_sandbox:
         verdict = "warn"
         found = "not a sandbox: programs run as this user, with its files and its network"
         hint = "Only for programs that you trust; it is refused without allow_unsafe=True (--allow-unsafe)."
-    isolation = tried.isolation
+    isolation = result.isolation
     return DoctorRow(
         verdict=verdict,
         name=name,
@@ -135,7 +147,8 @@ def _row(name: str, tried: SelfTest) -> DoctorRow:
         hint=hint,
         versions=isolation.versions,
         active=isolation.active,
-        cost_s=tried.cost_s,
+        cost_s=result.cost_s,
+        any_command=any_command,
     )
 
 
@@ -171,7 +184,7 @@ def _read(name: str) -> str:
 def _users() -> DoctorRow:
     if os.geteuid() == 0:
         return DoctorRow(verdict="ok", name="users", found="each sandbox runs as a user of its own, which owns nothing")
-    found = "sandboxes run as this user, in namespaces of its own where there are some"
+    found = "sandboxes run as this user, in namespaces of their own where those are available"
     return DoctorRow(verdict="warn", name="users", found=found, hint=NOT_ROOT)
 
 
@@ -179,4 +192,6 @@ def _control_groups() -> DoctorRow:
     driver = find_driver()
     if driver.active:
         return DoctorRow(verdict="ok", name="control groups", found=driver.name, active=list(driver.active))
-    return DoctorRow(verdict="warn", name="control groups", found="this process may not make any", hint=NO_GROUPS)
+    return DoctorRow(
+        verdict="warn", name="control groups", found="this process may not make control groups", hint=NO_GROUPS
+    )

@@ -64,7 +64,7 @@ ASSETS = _tests(
 READERS = _tests(
     "10 stalled readers (G08)", "tests/orchestrator/service/test_projection_readers.py", HEADRACE_G08_ROUNDS="10"
 )
-SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/test_kill.py", HEADRACE_SANDBOX_KILLS="50")
+SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/service/test_kills.py", HEADRACE_SANDBOX_KILLS="50")
 PROGRAMS = _tests(
     "10,000 hostile programs",
     "-s",

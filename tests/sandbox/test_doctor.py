@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import doctor
-from headrace_sandbox.doctor import DoctorRow, best_of, check_runtime, diagnose
+from headrace_sandbox.doctor import CheckVerdict, DoctorRow, best_of, check_runtime, diagnose
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes import registry
 from headrace_sandbox.runtimes import self_test as selftest
@@ -154,13 +154,15 @@ async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pyte
 
 
 def test_the_best_that_passes_is_named() -> None:
-    def best(*names: str) -> str | None:
-        return best_of([DoctorRow(verdict="ok", name=name, found="") for name in names])
+    def row(name: str, cost_s: float, *, any_command: bool = False, verdict: CheckVerdict = "ok") -> DoctorRow:
+        return DoctorRow(verdict=verdict, name=name, found="", cost_s={"code": cost_s}, any_command=any_command)
 
-    assert best("wasm", "third", "bubblewrap", "docker") == "bubblewrap"
-    assert best("wasm", "third") == "third"
-    assert best("wasm") == "wasm"
-    assert best() is None
+    python_alone = [row("slow", 0.5), row("fast", 0.1)]
+    any_command = [row("slow-any", 2.0, any_command=True), row("fast-any", 1.0, any_command=True)]
+    assert best_of([*python_alone, *any_command]) == "fast-any"
+    assert best_of(python_alone) == "fast"
+    assert best_of([row("unsafe", 0.1, any_command=True, verdict="warn")]) is None
+    assert best_of([]) is None
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from headrace_workers import sandboxes
 from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.episode import EpisodeRun
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox, union_s
-from tests.sandbox.memory import MemoryRuntime
-from tests.sandbox.serving import service
+from tests.sandbox.memory_runtime import MemoryRuntime
+from tests.sandbox.service.serving import service
 from tests.workers.fakes import Clock, Script, assignment, failure_of, plan, play, say, tools
 from tests.workers.runtimes import LOST, ScriptedRuntime, result, sandbox_of
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escape, Unclear, case
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 
@@ -20,8 +20,8 @@ LIMITS = Limits(wall_s=20.0, memory_bytes=256 << 20, file_bytes=1 << 40, disk_by
 
 
 @asynccontextmanager
-async def _opened(lab: CaseContext) -> AsyncIterator[Sandbox]:
-    sandbox = await lab.runtime.open(Template(limits=LIMITS), TTL_S)
+async def _opened(context: CaseContext) -> AsyncIterator[Sandbox]:
+    sandbox = await context.runtime.open(Template(limits=LIMITS), TTL_S)
     try:
         yield sandbox
     finally:
@@ -41,12 +41,12 @@ async def _refused(what: str, call: Callable[[], Awaitable[object]]) -> None:
         if failure.retryable:
             raise
         return
-    raise Escaped(f"{what} was taken: {str(given)[:100]}")
+    raise Escape(f"{what} was taken: {str(given)[:100]}")
 
 
 @case("6b", "a sparse file of 1 TiB, downloaded", of_runtime=True)
-async def sparse_download(lab: CaseContext) -> str:
-    async with _opened(lab) as sandbox:
+async def sparse_download(context: CaseContext) -> str:
+    async with _opened(context) as sandbox:
         result = await sandbox.run(SandboxCommand(arguments=["truncate", "-s", "1T", "big"]), LIMITS)
         if result.fault:  # then there is none to download: of what it may have at most
             await _shell(sandbox, "truncate -s 48M big")
@@ -56,8 +56,8 @@ async def sparse_download(lab: CaseContext) -> str:
 
 
 @case("29", "paths that lead out: .., absolute, links, pipes, devices", of_runtime=True)
-async def paths(lab: CaseContext) -> str:
-    async with _opened(lab) as sandbox:
+async def paths(context: CaseContext) -> str:
+    async with _opened(context) as sandbox:
         links = "ln -s /etc/passwd link; ln -s / root; ln -s /proc/self/root magic; ln -s .. up; mkfifo pipe"
         await _shell(sandbox, links + "; ln -s /dev/zero zero; ln /usr/bin/env hard 2>/dev/null; true")
         for path in ("../x", "/etc/passwd", "a/../../x", "link", "root/etc/passwd", "magic/etc/passwd", "pipe", "zero"):
@@ -86,8 +86,8 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[
 
 
 @case("30", "archives that lead out, or have too much in them", of_runtime=True)
-async def archives(lab: CaseContext) -> str:
-    async with _opened(lab) as sandbox:
+async def archives(context: CaseContext) -> str:
+    async with _opened(context) as sandbox:
         for what, archive in {
             "an absolute path": _archive(_entry("/etc/x")),
             "a path that leads out": _archive(_entry("../x")),
@@ -102,7 +102,7 @@ async def archives(lab: CaseContext) -> str:
         }.items():
             await _refused(what, lambda archive=archive: sandbox.upload(archive))  # type: ignore[misc]
         if entries := await sandbox.list():
-            raise Escaped(f"of refused archives there is {entries}")
+            raise Escape(f"of refused archives there is {entries}")
         setuid = tarfile.TarInfo("setuid")
         setuid.mode = 0o6755
         try:
@@ -121,7 +121,7 @@ def _many(count: int) -> bytes:
 
 
 @case("31a", "a link planted where something may be mounted or written")
-async def planted_link(lab: CaseContext) -> str:
+async def planted_link(context: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         code = f"""
@@ -135,22 +135,22 @@ for name in ('a', 'main.py.d', 'proc', 'dev'):
 print('planted')
 """
         for _ in range(2):
-            await lab.run(code)
-        if await lab.said("print(open('a/b').read())", files={"a/b": b"mine"}) != "mine":
+            await context.run(code)
+        if await context.output("print(open('a/b').read())", files={"a/b": b"mine"}) != "mine":
             raise Unclear("the next program's file was not there")
         if left := list(Path(folder).iterdir()):
-            raise Escaped(f"it made {left} on this machine")
+            raise Escape(f"it made {left} on this machine")
     return CONTAINED
 
 
 @case("31b", "a link planted in the way of a file that is written", of_runtime=True)
-async def planted_link_in_the_way(lab: CaseContext) -> str:
+async def planted_link_in_the_way(context: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        async with _opened(lab) as sandbox:
+        async with _opened(context) as sandbox:
             await _shell(sandbox, f"ln -s {folder} a")
             await _refused("writing through a link", lambda: sandbox.write("a/b", b"x"))
             await _refused("unpacking through a link", lambda: sandbox.upload(_archive(_entry("a/b"))))
         if left := list(Path(folder).iterdir()):
-            raise Escaped(f"it made {left} on this machine")
+            raise Escape(f"it made {left} on this machine")
     return REFUSED

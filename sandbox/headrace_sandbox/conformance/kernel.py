@@ -11,8 +11,8 @@ if sys.platform == 'linux' and os.uname().machine != 'x86_64':
 
 
 @case("21a", "namespaces and mounts")
-async def namespaces(lab: CaseContext) -> str:
-    return await lab.tries(
+async def namespaces(context: CaseContext) -> str:
+    return await context.try_forbidden(
         NUMBERS
         + """
 attempt('unshare the user namespace', lambda: system_call(272, 0x10000000))
@@ -32,8 +32,8 @@ attempt('open_tree', lambda: system_call(428, -100, b'/', 1))
 
 
 @case("21b", "devices; pipes with names are allowed")
-async def devices_made(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def devices_made(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 import stat
 if sys.platform == 'linux':
     os.mkfifo('fifo')
@@ -43,8 +43,8 @@ for kind in (stat.S_IFCHR, stat.S_IFBLK):
 
 
 @case("22", "keys, BPF, performance counters, io_uring, userfaultfd")
-async def interfaces(lab: CaseContext) -> str:
-    return await lab.tries(
+async def interfaces(context: CaseContext) -> str:
+    return await context.try_forbidden(
         NUMBERS
         + """
 zeros = __import__('ctypes').create_string_buffer(256) if sys.platform == 'linux' else None
@@ -66,8 +66,8 @@ for name, number, arguments in (
 
 
 @case("23", "settings of the kernel")
-async def settings(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def settings(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 def written(path):
     with open(path, 'r+') as file:
         was = file.read()
@@ -89,8 +89,8 @@ attempt('kallsyms', addresses)
 
 
 @case("24", "saving itself from the killer of memory")
-async def oom_score(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def oom_score(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 def score():
     with open('/proc/self/oom_score_adj', 'w') as file:
         file.write('-1000')
@@ -99,16 +99,16 @@ attempt('oom_score_adj', score)
 
 
 @case("25", "devices of this machine")
-async def devices(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def devices(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 for name in ('kvm', 'vda', 'sda', 'mem', 'port', 'fuse', 'net/tun', 'vsock', 'loop-control'):
     attempt('/dev/' + name, lambda: os.open('/dev/' + name, os.O_RDONLY))
 """)
 
 
 @case("28", "sockets of other families: VSOCK, ALG, PACKET, raw")
-async def families(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def families(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 import socket
 attempt('VSOCK', lambda: socket.socket(40, socket.SOCK_STREAM))
 attempt('ALG', lambda: socket.socket(38, socket.SOCK_SEQPACKET))
@@ -119,8 +119,8 @@ attempt('raw', lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 
 
 @case("34", "setting the clock")
-async def clocks(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def clocks(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 import time
 attempt('clock_settime', lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()))
 def shift():
@@ -130,7 +130,7 @@ attempt('the offset of a clock', shift)
 
 
 @case("36", "dumping its core")
-async def core_dump(lab: CaseContext) -> str:
+async def core_dump(context: CaseContext) -> str:
     code = """
 import os, sys
 if sys.platform != 'linux':
@@ -144,7 +144,7 @@ except (OSError, ValueError):
 print(resource.getrlimit(resource.RLIMIT_CORE)[1], flush=True)
 os.abort()
 """
-    result = await lab.run(code)
+    result = await context.run(code)
     if result.stdout.text == "no processes\n":
         return CONTAINED
     if result.stdout.text != "0\n":

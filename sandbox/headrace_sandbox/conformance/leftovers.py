@@ -11,23 +11,23 @@ from pathlib import Path
 
 import msgspec
 
-from headrace_sandbox.conformance.suite import Escaped
+from headrace_sandbox.conformance.suite import Escape
 
 GONE_S = 2.0
 """Time limit for killed processes to disappear."""
 
 
-def lives(mark: str) -> list[int]:
+def pids_with_mark(mark: str) -> list[int]:
     """Processes of this machine whose command line has the mark."""
-    return [pid for pid in _processes() if mark in _text(pid, "cmdline")]
+    return [pid for pid in _processes() if mark in _read_proc(pid, "cmdline")]
 
 
-async def gone(mark: str, within_s: float = GONE_S) -> None:
+async def wait_gone(mark: str, within_s: float = GONE_S) -> None:
     """Wait until no process has the mark. Raises Escaped."""
     until = time.monotonic() + within_s
-    while pids := lives(mark):
+    while pids := pids_with_mark(mark):
         if time.monotonic() > until:
-            raise Escaped(f"the processes {pids} live on")
+            raise Escape(f"the processes {pids} live on")
         await asyncio.sleep(0.01)
 
 
@@ -74,11 +74,11 @@ def _processes() -> Iterator[int]:
 
 
 def _parent(pid: int) -> int:
-    status = _text(pid, "stat")
+    status = _read_proc(pid, "stat")
     return int(status.rpartition(")")[2].split()[1]) if status else 0
 
 
-def _text(pid: int, name: str) -> str:
+def _read_proc(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:

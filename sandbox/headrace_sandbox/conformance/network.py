@@ -10,45 +10,55 @@ import sys
 import msgspec
 
 from headrace.common.timeouts import timeout
-from headrace_sandbox.conformance.suite import ESCAPED, CaseContext, Escaped, Found, NotRun, Unclear, case
+from headrace_sandbox.conformance.suite import (
+    ESCAPED,
+    CaseContext,
+    CaseOutcome,
+    Escape,
+    SkipCase,
+    Unclear,
+    case,
+)
 
-WORLD_S = 60.0
+NETWORK_CASE_S = 60.0
 """Time limit of a case in a network namespace of its own."""
 
 
 @case("26", "metadata service, private and public addresses, names", harmless=True)
-async def addresses(lab: CaseContext) -> str:
-    return await _in_a_world(lab, "26")
+async def addresses(context: CaseContext) -> str:
+    return await _run_in_own_network(context, "26")
 
 
 @case("27", "what listens on this machine: loopback, abstract sockets, Docker", harmless=True)
-async def local_services(lab: CaseContext) -> str:
-    return await _in_a_world(lab, "27")
+async def local_services(context: CaseContext) -> str:
+    return await _run_in_own_network(context, "27")
 
 
-async def _in_a_world(lab: CaseContext, number: str) -> str:
+async def _run_in_own_network(context: CaseContext, number: str) -> str:
     """Run a case in a network namespace of its own, so that it never contacts a real address."""
     missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
     if os.geteuid() != 0 or missing:
-        raise NotRun(f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}")
+        raise SkipCase(
+            f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}"
+        )
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--net", "--", sys.executable, "-m", "headrace_sandbox.conformance.network_host"),
-        *(lab.runtime.name, lab.way, number),
+        *(context.runtime.name, context.way, number),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with timeout(WORLD_S):
-            said, _ = await process.communicate()
+        async with timeout(NETWORK_CASE_S):
+            output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
         raise Unclear(f"the world ended with {process.returncode}")
-    found = msgspec.json.decode(said, type=Found)
+    found = msgspec.json.decode(output, type=CaseOutcome)
     if found.outcome == ESCAPED:
-        raise Escaped(found.evidence)
+        raise Escape(found.evidence)
     if found.outcome == "unclear":
         raise Unclear(found.evidence)
     return found.outcome

@@ -5,7 +5,7 @@ Run as ``unshare --net -- python -m headrace_sandbox.conformance.network_host RU
 * This process is in a network namespace of its own; a cable leads from it to another, where a listener has the
   addresses of a metadata service, a private host, a public host and a resolver. They exist nowhere else.
 * Each is reached from here first, so that not reaching it from the sandbox, which is started here, says something.
-* It writes a ``Found`` as JSON. All namespaces end with their processes.
+* It writes a ``CaseOutcome`` as JSON. All namespaces end with their processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import cast
 
 import msgspec
 
-from headrace_sandbox.conformance.suite import ESCAPED, REFUSED, TRY, CaseContext, Found, Way
+from headrace_sandbox.conformance.suite import ESCAPED, REFUSED, TRY, CaseContext, CaseOutcome, Way
 from headrace_sandbox.runtimes.registry import make_runtime
 
 METADATA = ".".join(["169", "254"] * 2)
@@ -52,11 +52,11 @@ while True:
 
 READY_S = 10.0
 
-SEEN_S = 0.3
+REPORT_S = 0.3
 """Time limit for a listener to report what reached it."""
 
 
-class World:
+class CaseNetwork:
     """Addresses and sockets that can be reached from here. ``attempts`` is a program that tries to. Each listener has a
     connection to accept, or a line to read, for each time that it was reached."""
 
@@ -65,9 +65,9 @@ class World:
         self._listeners = listeners
         self._outside = outside
 
-    def reached(self) -> int:
+    def count_reached(self) -> int:
         """The number of connections and messages since the last call."""
-        time.sleep(SEEN_S)
+        time.sleep(REPORT_S)
         count = 0
         for listener in self._listeners:
             while select.select([listener], [], [], 0)[0]:
@@ -78,18 +78,18 @@ class World:
         return count
 
 
-def addresses(stack: contextlib.ExitStack) -> World:
+def addresses(stack: contextlib.ExitStack) -> CaseNetwork:
     """The world of case 26."""
     holder = stack.enter_context(_running(["unshare", "--net", "--", "sleep", "300"]))
     until = time.monotonic() + READY_S
     while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net") and time.monotonic() < until:
         time.sleep(0.01)
     there = ["nsenter", f"--net=/proc/{holder.pid}/ns/net", "--"]
-    _do(f"ip link add here type veth peer name there netns {holder.pid}")
-    _do(f"ip address add {HERE}/24 dev here", "ip link set here up", "ip link set lo up")
-    _do(f"ip address add {THERE}/24 dev there", "ip link set there up", "ip link set lo up", inside=there)
-    _do(*(f"ip address add {address}/32 dev lo" for address in (METADATA, PRIVATE, PUBLIC)), inside=there)
-    _do(f"ip route add default via {THERE}")
+    _run(f"ip link add here type veth peer name there netns {holder.pid}")
+    _run(f"ip address add {HERE}/24 dev here", "ip link set here up", "ip link set lo up")
+    _run(f"ip address add {THERE}/24 dev there", "ip link set there up", "ip link set lo up", inside=there)
+    _run(*(f"ip address add {address}/32 dev lo" for address in (METADATA, PRIVATE, PUBLIC)), inside=there)
+    _run(f"ip route add default via {THERE}")
     listener = stack.enter_context(_running([*there, sys.executable, "-c", LISTENER]))
     assert listener.stdout is not None
     outside = listener.stdout.fileno()
@@ -105,12 +105,12 @@ def asked():
         return resolver.recv(512)
 attempt('a name', asked)
 """
-    return World(attempts, outside=outside)
+    return CaseNetwork(attempts, outside=outside)
 
 
-def local_services(stack: contextlib.ExitStack) -> World:
+def local_services(stack: contextlib.ExitStack) -> CaseNetwork:
     """The world of case 27."""
-    _do("ip link set lo up")
+    _run("ip link set lo up")
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     Path(folder).chmod(0o755)
     path, name = f"{folder}/docker.sock", f"headrace-conformance-{os.getpid()}"
@@ -134,36 +134,36 @@ if IS_SANDBOX:  # there need be none here
     attempt('the socket of Docker', lambda: dialled('/var/run/docker.sock'))
     attempt('the socket of Podman', lambda: dialled('/run/podman/podman.sock'))
 """
-    return World(attempts, listeners)
+    return CaseNetwork(attempts, listeners)
 
 
-WORLDS = {"26": addresses, "27": local_services}
+NETWORKS = {"26": addresses, "27": local_services}
 
 
-async def found_in(world: World, lab: CaseContext) -> Found:
+async def try_network(network: CaseNetwork, context: CaseContext) -> CaseOutcome:
     """Find out whether a program reaches anything of a world that this process reaches."""
-    code = f"IS_SANDBOX = False\n{TRY}{world.attempts}"
+    code = f"IS_SANDBOX = False\n{TRY}{network.attempts}"
     control = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     lines = control.splitlines()
-    if ": refused" in control or world.reached() < len(lines):
-        return Found(outcome="unclear", evidence=f"not reached from here: {lines}")
-    result = await lab.run(f"IS_SANDBOX = True\n{TRY}{world.attempts}")
+    if ": refused" in control or network.count_reached() < len(lines):
+        return CaseOutcome(outcome="unclear", evidence=f"not reached from here: {lines}")
+    result = await context.run(f"IS_SANDBOX = True\n{TRY}{network.attempts}")
     tried = result.stdout.text.splitlines()
     done = [line for line in tried if ": refused" not in line]
-    if (times := world.reached()) or done:
-        return Found(outcome=ESCAPED, evidence=f"{'; '.join(done)}; {times} times seen by the listeners")
+    if (times := network.count_reached()) or done:
+        return CaseOutcome(outcome=ESCAPED, evidence=f"{'; '.join(done)}; {times} times seen by the listeners")
     if result.fault or len(tried) < len(lines):
-        return Found(outcome="unclear", evidence=result.stderr.text or f"{tried}")
-    return Found(outcome=REFUSED, evidence="; ".join(tried))
+        return CaseOutcome(outcome="unclear", evidence=result.stderr.text or f"{tried}")
+    return CaseOutcome(outcome=REFUSED, evidence="; ".join(tried))
 
 
 async def main(name: str, way: str, number: str) -> None:
     """Make the world of a case, and try it."""
     with contextlib.ExitStack() as stack:
-        world = WORLDS[number](stack)
+        network = NETWORKS[number](stack)
         runtime = make_runtime(name, allow_unsafe=True)
         try:
-            found = await found_in(world, CaseContext(runtime, cast(Way, way)))
+            found = await try_network(network, CaseContext(runtime, cast(Way, way)))
         finally:
             await runtime.close()
     sys.stdout.buffer.write(msgspec.json.encode(found))
@@ -179,7 +179,7 @@ def _running(arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def _do(*commands: str, inside: Sequence[str] = ()) -> None:
+def _run(*commands: str, inside: Sequence[str] = ()) -> None:
     for command in commands:
         subprocess.run([*inside, *command.split()], check=True, stdout=subprocess.DEVNULL)
 

@@ -14,9 +14,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import Traces, descendants, gone, lives, traces
+from headrace_sandbox.conformance.leftovers import Traces, descendants, pids_with_mark, traces, wait_gone
 from headrace_sandbox.conformance.resources import NO_FORK
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, NotRun, Unclear, case, ended
+from headrace_sandbox.conformance.suite import (
+    CONTAINED,
+    REFUSED,
+    CaseContext,
+    SkipCase,
+    Unclear,
+    case,
+    outcome_of,
+)
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
 
@@ -30,14 +38,14 @@ START_S = 20.0
 """Time limit for a program to be seen from outside."""
 
 
-def _contained(result: ExecResult, said: str) -> str:
-    if result.fault == "" and result.stdout.text == said:
+def _contained(result: ExecResult, output: str) -> str:
+    if result.fault == "" and result.stdout.text == output:
         return CONTAINED
-    return ended(result, *NO_FORK)
+    return outcome_of(result, *NO_FORK)
 
 
 @case("9", "a daemon, forked twice in a session of its own")
-async def daemon(lab: CaseContext) -> str:
+async def daemon(context: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = f"""
 import os
@@ -49,24 +57,24 @@ if os.fork() == 0:
 os.wait()
 print('away')
 """
-    result = await lab.run(code)
-    await gone(mark)
+    result = await context.run(code)
+    await wait_gone(mark)
     return _contained(result, "away\n")
 
 
 @case("10", "a child in the background that holds the output")
-async def held_output(lab: CaseContext) -> str:
+async def held_output(context: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = f"import subprocess\nsubprocess.Popen(['{mark}', '300'], executable='/bin/sleep')\nprint('done')"
-    result = await lab.run(code)
+    result = await context.run(code)
     if result.wall_s > 10:
         raise Unclear(f"it took {result.wall_s:.1f} s")
-    await gone(mark)
+    await wait_gone(mark)
     return _contained(result, "done\n")
 
 
 @case("11", "ignoring every signal", harmless=True)
-async def deaf(lab: CaseContext) -> str:
+async def deaf(context: CaseContext) -> str:
     code = """
 import signal
 for number in set(signal.Signals) - {getattr(signal, 'SIGKILL', 9), getattr(signal, 'SIGSTOP', 19)}:
@@ -78,46 +86,46 @@ print('deaf', flush=True)
 while True:
     pass
 """
-    result = await lab.run(code, wall_s=1.0)
+    result = await context.run(code, wall_s=1.0)
     if result.stdout.text != "deaf\n" or result.wall_s > 3:
         raise Unclear(f"after {result.wall_s:.1f} s: {result.stdout.text} {result.stderr.text}")
-    return ended(result)
+    return outcome_of(result)
 
 
 @case("12a", "reading the input to its end", harmless=True)
-async def input_ends(lab: CaseContext) -> str:
-    if await lab.said("import sys\nprint(repr(sys.stdin.read()))") != "''":
+async def input_ends(context: CaseContext) -> str:
+    if await context.output("import sys\nprint(repr(sys.stdin.read()))") != "''":
         raise Unclear("there was input")
     return CONTAINED
 
 
 @case("12b", "sleeping for ever", harmless=True)
-async def sleeper(lab: CaseContext) -> str:
-    result = await lab.run("print('so far', flush=True)\nimport time\ntime.sleep(300)", wall_s=1.0)
+async def sleeper(context: CaseContext) -> str:
+    result = await context.run("print('so far', flush=True)\nimport time\ntime.sleep(300)", wall_s=1.0)
     if result.stdout.text != "so far\n":
         raise Unclear(f"partial output {result.stdout.text!r}")
-    return ended(result)
+    return outcome_of(result)
 
 
 @case("13", "waiting in the kernel, where no signal ends it")
-async def uninterruptible(lab: CaseContext) -> str:
+async def uninterruptible(context: CaseContext) -> str:
     """Freeze the program from outside while it sleeps: like a hung file system, this outlasts SIGKILL."""
     if not os.access(FREEZER, os.W_OK):
-        raise NotRun(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
+        raise SkipCase(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
     mark = secrets.token_hex(8)
     code = f"import os, sys\nif sys.platform != 'linux':\n    os.fork\nos.execvp('sleep', ['{mark}', '300'])"
     with _freezer(mark) as freeze:
-        running = asyncio.ensure_future(lab.run(code, wall_s=2.0))
+        running = asyncio.ensure_future(context.run(code, wall_s=2.0))
         until = time.monotonic() + START_S
         while not freeze() and not running.done() and time.monotonic() < until:
             await asyncio.sleep(0.02)
         try:
             result = await running
         except SandboxFailure as failure:
-            if await lab.said("print('another')") != "another":
+            if await context.output("print('another')") != "another":
                 raise Unclear("the next program did not run") from failure
             raise
-    return CONTAINED if result.limit == "time" else ended(result, *NO_FORK)
+    return CONTAINED if result.limit == "time" else outcome_of(result, *NO_FORK)
 
 
 @contextmanager
@@ -126,7 +134,7 @@ def _freezer(mark: str) -> Iterator[Callable[[], bool]]:
     folder.mkdir()
 
     def freeze() -> bool:
-        pids = lives(mark)
+        pids = pids_with_mark(mark)
         for pid in pids:
             (folder / "cgroup.procs").write_text(f"{pid}")
         if pids:
@@ -137,7 +145,7 @@ def _freezer(mark: str) -> Iterator[Callable[[], bool]]:
         yield freeze
     finally:
         (folder / "freezer.state").write_text("THAWED")
-        for pid in lives(mark):
+        for pid in pids_with_mark(mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + START_S
@@ -147,7 +155,7 @@ def _freezer(mark: str) -> Iterator[Callable[[], bool]]:
 
 
 @case("14", "eighty zombies")
-async def zombies(lab: CaseContext) -> str:
+async def zombies(context: CaseContext) -> str:
     code = """
 import os, time
 for _ in range(40):
@@ -160,35 +168,35 @@ time.sleep(0.2)
 pids = [int(pid) for pid in os.listdir('/proc') if pid.isdigit() and int(pid) > 1]
 print([open(f'/proc/{pid}/stat').read().split()[2] for pid in pids].count('Z'))
 """
-    return _contained(await lab.run(code), "0\n")
+    return _contained(await context.run(code), "0\n")
 
 
 @case("15", "killing everybody")
-async def kill_everybody(lab: CaseContext) -> str:
-    result = await lab.run(
+async def kill_everybody(context: CaseContext) -> str:
+    result = await context.run(
         "import os, signal\ntry:\n    os.kill(-1, signal.SIGKILL)\nexcept ProcessLookupError:\n    pass"
     )
-    if await lab.said("print('alive')") != "alive":
+    if await context.output("print('alive')") != "alive":
         raise Unclear("the next program did not run")
-    if result.exit_code not in (0, None) and ended(result, "has no attribute", "PermissionError") == REFUSED:
+    if result.exit_code not in (0, None) and outcome_of(result, "has no attribute", "PermissionError") == REFUSED:
         return REFUSED
     return CONTAINED
 
 
 @case("16", "stopping and killing process 1")
-async def kill_first(lab: CaseContext) -> str:
+async def kill_first(context: CaseContext) -> str:
     code = "import os, signal\nos.kill(1, signal.SIGSTOP)\nos.kill(1, signal.SIGKILL)\nprint('still here')"
-    result = await lab.run(code, wall_s=5.0)
+    result = await context.run(code, wall_s=5.0)
     if result.lost is not None or (result.fault == "" and result.stdout.text == "still here\n"):
         return CONTAINED
     if "PermissionError" in result.stderr.text:
         return CONTAINED
-    return ended(result, "has no attribute")
+    return outcome_of(result, "has no attribute")
 
 
 @case("17", "tracing its parent, and writing into process 1")
-async def trace(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def trace(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 def attach(pid):
     numbers = {'x86_64': 101, 'aarch64': 117}
     return system_call(numbers[os.uname().machine], 16, pid, 0, 0)
@@ -200,15 +208,15 @@ for path in ('/proc/1/mem', '/proc/1/task/1/mem'):
 
 
 @case("40", "its supervisor is killed")
-async def supervisor_killed(lab: CaseContext) -> str:
+async def supervisor_killed(context: CaseContext) -> str:
     mark = secrets.token_hex(8)
     victim = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "headrace_sandbox.conformance.victim", lab.runtime.name, lab.way, mark),
+        *(sys.executable, "-m", "headrace_sandbox.conformance.victim", context.runtime.name, context.way, mark),
         stdin=asyncio.subprocess.DEVNULL,
     )
     until = time.monotonic() + START_S
     try:
-        while not set(lives(mark)) - {victim.pid}:  # which has the mark among its arguments
+        while not set(pids_with_mark(mark)) - {victim.pid}:  # which has the mark among its arguments
             if victim.returncode is not None:
                 raise Unclear(f"the victim ended with {victim.returncode}")
             if time.monotonic() > until:
@@ -220,37 +228,37 @@ async def supervisor_killed(lab: CaseContext) -> str:
         if victim.returncode is None:
             victim.kill()
         await victim.wait()
-    await gone(mark, within_s=START_S)
+    await wait_gone(mark, within_s=START_S)
     return CONTAINED
 
 
 @case("41", "starts that fail, and calls that are cancelled", harmless=True)
-async def failing_starts(lab: CaseContext) -> str:
-    await lab.said("print(1)")
+async def failing_starts(context: CaseContext) -> str:
+    await context.output("print(1)")
     before = traces()
     for turn in range(8):
         with suppress(SandboxFailure):
-            await _failing(lab)
-        call = asyncio.ensure_future(lab.run("import time\ntime.sleep(300)"))
+            await _failing(context)
+        call = asyncio.ensure_future(context.run("import time\ntime.sleep(300)"))
         await asyncio.sleep(0.02 * turn)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
     until = time.monotonic() + 5
     while (after := traces()) != before and time.monotonic() < until:
         await asyncio.sleep(0.05)
-    if _more(after, before):
+    if _has_grown(after, before):
         raise Unclear(f"{after} is left, and before there was {before}")
     return CONTAINED
 
 
-async def _failing(lab: CaseContext) -> None:
-    if lab.way == "code":
-        await lab.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
+async def _failing(context: CaseContext) -> None:
+    if context.way == "code":
+        await context.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
     else:
-        await lab.runtime.run(SandboxCommand(arguments=["/no/such/program"]), Limits())
+        await context.runtime.run(SandboxCommand(arguments=["/no/such/program"]), Limits())
 
 
-def _more(after: Traces, before: Traces) -> bool:
+def _has_grown(after: Traces, before: Traces) -> bool:
     # Warm parts that are kept on purpose: a group and an interpreter of another preload.
     return (
         after.descriptors > before.descriptors + 8
@@ -283,18 +291,18 @@ for line in sys.stdin:
 
 
 @case("42", "a tool server (MCP) that daemonises, floods and then never answers")
-async def tool_server(lab: CaseContext) -> str:
+async def tool_server(context: CaseContext) -> str:
     mark = secrets.token_hex(8)
     calls = [("initialize", {}), ("tools/call", {"name": "flood"}), ("tools/call", {"name": "hang"})]
     requests = [
         json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters})
         for number, (method, parameters) in enumerate(calls)
     ]
-    result = await lab.run(f"MARK = '{mark}'\n" + SERVER, stdin="\n".join([*requests, ""]).encode(), wall_s=3.0)
-    await gone(mark)
+    result = await context.run(f"MARK = '{mark}'\n" + SERVER, stdin="\n".join([*requests, ""]).encode(), wall_s=3.0)
+    await wait_gone(mark)
     if any(error in result.stderr.text for error in NO_FORK):
         return REFUSED
     answers = [json.loads(line)["id"] for line in result.stdout.text.splitlines()]
     if answers != [0, 1]:
         raise Unclear(f"answers to {answers}")
-    return ended(result)
+    return outcome_of(result)

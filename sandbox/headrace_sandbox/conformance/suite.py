@@ -38,14 +38,14 @@ MODULES = ("resources", "processes", "visibility", "kernel", "network", "files",
 """Modules of this package that contain cases."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class CaseOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a case. ``outcome`` is a word of the table; ``evidence`` says what was seen."""
 
     outcome: str
     evidence: str = ""
 
 
-class Escaped(Exception):
+class Escape(Exception):
     """The program reached what it must not reach; the text says what."""
 
 
@@ -53,7 +53,7 @@ class Unclear(Exception):
     """The observation is not an outcome of the case; the text says what was seen."""
 
 
-class NotRun(Exception):
+class SkipCase(Exception):
     """The case needs something that is not here; the text says what."""
 
 
@@ -87,17 +87,17 @@ class CaseContext:
         command = SandboxCommand(arguments=[*PYTHON, *arguments], stdin=stdin, files=given, environment=variables)
         return await self.runtime.run(command, bounds)
 
-    async def said(self, code: str, **options: object) -> str:
+    async def output(self, code: str, **options: object) -> str:
         """The output of a program that must end well."""
         result = await self.run(code, **options)  # type: ignore[arg-type]  # the options of run
         if result.fault:
             raise Unclear(f"ended with {result.exit_code}, {result.limit}: {result.stderr.text.strip()[-300:]}")
         return result.stdout.text.strip()
 
-    async def tries(self, code: str, **options: object) -> str:
+    async def try_forbidden(self, code: str, **options: object) -> str:
         """The outcome of a program that tries forbidden things, and prints each as a line ``WHAT: done`` or ``WHAT:
         refused``. What went through is virtual where the sandbox has a kernel of its own, and an escape elsewhere."""
-        lines = (await self.said(TRY + code, **options)).splitlines()
+        lines = (await self.output(TRY + code, **options)).splitlines()
         if not lines:
             raise Unclear("the program tried nothing")
         done = [line for line in lines if not line.partition(": ")[2].startswith("refused")]
@@ -105,13 +105,13 @@ class CaseContext:
             return REFUSED
         if await self.has_own_kernel():
             return VIRTUAL
-        raise Escaped("; ".join(done))
+        raise Escape("; ".join(done))
 
     async def has_own_kernel(self) -> bool:
         """True if the kernel that a program sees is not this machine's."""
         if self._has_own_kernel is None:
             code = "import sys, os\nprint(os.uname().release if sys.platform == 'linux' else sys.platform)"
-            self._has_own_kernel = await self.said(code) != os.uname().release
+            self._has_own_kernel = await self.output(code) != os.uname().release
         return self._has_own_kernel
 
 
@@ -135,7 +135,7 @@ def system_call(number, *arguments):
 """``attempt(what, action)`` and ``system_call(number, ...)`` for programs that try forbidden things."""
 
 
-def ended(result: ExecResult, *errors: str) -> str:
+def outcome_of(result: ExecResult, *errors: str) -> str:
     """The outcome of a program that should run into a limit, or into one of these errors."""
     if result.fault == "limit":
         return f"limit:{result.limit}"
@@ -183,13 +183,13 @@ def cases() -> list[ConformanceCase]:
 
 def known_columns() -> list[str]:
     """The columns of the table."""
-    return _table().columns
+    return expected_table().columns
 
 
 def columns(runtime: str) -> dict[str, Way]:
     """The columns of a runtime and the ways that they stand for; one without columns is tried both ways."""
     found: dict[str, Way] = {}
-    for column in _table().columns:
+    for column in expected_table().columns:
         name, _, way = column.partition(" ")
         if name == runtime:
             found[column] = "code" if way else "run"
@@ -198,45 +198,45 @@ def columns(runtime: str) -> dict[str, Way]:
 
 def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
     """The allowed outcomes of a case; empty if any safe outcome is allowed. ``-``: it is in another column."""
-    table = _table()
+    table = expected_table()
     if column not in table.columns:
         return ("-",) if case.of_runtime and column.endswith(" code") else ()
     row = table.cases[case.number]
     return tuple(row[table.columns.index(column)].split(" or "))
 
 
-def meets(found: Found, outcomes: tuple[str, ...]) -> bool:
+def is_expected(found: CaseOutcome, outcomes: tuple[str, ...]) -> bool:
     """True if the outcome was expected."""
     if outcomes:
         return found.outcome in outcomes
     return found.outcome in SAFE or found.outcome.startswith("limit:")
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
+class ExpectedTable(msgspec.Struct, forbid_unknown_fields=True):
     columns: list[str]
     cases: dict[str, list[str]]
 
 
 @functools.cache
-def _table() -> _Table:
-    return msgspec.toml.decode((Path(__file__).parent / "expected.toml").read_bytes(), type=_Table)
+def expected_table() -> ExpectedTable:
+    return msgspec.toml.decode((Path(__file__).parent / "expected.toml").read_bytes(), type=ExpectedTable)
 
 
-async def run_case(lab: CaseContext, case: ConformanceCase) -> Found:
+async def run_case(context: CaseContext, case: ConformanceCase) -> CaseOutcome:
     """Run one case; any error becomes its outcome."""
-    if lab.runtime.name == UNSAFE and not case.harmless:
-        return Found(outcome=NOT_RUN, evidence="nothing isolates here")
+    if context.runtime.name == UNSAFE and not case.harmless:
+        return CaseOutcome(outcome=NOT_RUN, evidence="nothing isolates here")
     try:
-        return Found(outcome=await case.function(lab))
-    except Escaped as escape:
-        return Found(outcome=ESCAPED, evidence=str(escape))
+        return CaseOutcome(outcome=await case.function(context))
+    except Escape as escape:
+        return CaseOutcome(outcome=ESCAPED, evidence=str(escape))
     except Unclear as unclear:
-        return Found(outcome="unclear", evidence=str(unclear))
-    except NotRun as missing:
-        return Found(outcome=NOT_RUN, evidence=str(missing))
+        return CaseOutcome(outcome="unclear", evidence=str(unclear))
+    except SkipCase as missing:
+        return CaseOutcome(outcome=NOT_RUN, evidence=str(missing))
     except SandboxFailure as failure:
         kind = {"not-offered": NOT_OFFERED, "unkillable": UNKILLABLE}.get(failure.kind, f"failure:{failure.kind}")
-        return Found(outcome=kind, evidence=str(failure))
+        return CaseOutcome(outcome=kind, evidence=str(failure))
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,7 +261,7 @@ async def run_suite(runtime: Runtime, chosen: Iterable[ConformanceCase]) -> Asyn
             continue
         begun_at = time.monotonic()
         found = await run_case(CaseContext(runtime, way), case)
-        is_ok = meets(found, outcomes) or found.outcome == NOT_RUN
+        is_ok = is_expected(found, outcomes) or found.outcome == NOT_RUN
         yield CaseReport(
             column=column,
             case=case.number,

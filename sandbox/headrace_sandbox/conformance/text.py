@@ -3,51 +3,53 @@
 from __future__ import annotations
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escape, Unclear, case
 
 HUGE = 3_000_000
 
 
 @case("32", "bytes that are not text", harmless=True)
-async def bytes_kept(lab: CaseContext) -> str:
-    result = await lab.run("import sys\nsys.stdout.buffer.write(b'\\xff\\x00\\x1b[31m\\r')\nsys.stdout.buffer.flush()")
+async def bytes_kept(context: CaseContext) -> str:
+    result = await context.run(
+        "import sys\nsys.stdout.buffer.write(b'\\xff\\x00\\x1b[31m\\r')\nsys.stdout.buffer.flush()"
+    )
     if result.fault or result.stdout.head != b"\xff\x00\x1b[31m\r":
         raise Unclear(f"{result.stdout.head!r} {result.stderr.text}")
     return CONTAINED
 
 
-async def _huge(lab: CaseContext, code: str, **given: object) -> str:
+async def _huge(context: CaseContext, code: str, **given: object) -> str:
     try:
-        said = await lab.said(code, **given)
+        output = await context.output(code, **given)
     except SandboxFailure as failure:
         if failure.retryable:
             raise
         return REFUSED  # cleanly: it is said that the request can never go through
-    if said != str(HUGE):
-        raise Unclear(f"{said[:100]} of {HUGE} bytes arrived")
+    if output != str(HUGE):
+        raise Unclear(f"{output[:100]} of {HUGE} bytes arrived")
     return CONTAINED
 
 
 @case("33a", "an argument of 3 MB", harmless=True)
-async def huge_argument(lab: CaseContext) -> str:
-    return await _huge(lab, "import sys\nprint(len(sys.argv[1]))", arguments=["x" * HUGE])
+async def huge_argument(context: CaseContext) -> str:
+    return await _huge(context, "import sys\nprint(len(sys.argv[1]))", arguments=["x" * HUGE])
 
 
 @case("33b", "a variable of 3 MB", harmless=True)
-async def huge_variable(lab: CaseContext) -> str:
-    return await _huge(lab, "import os\nprint(len(os.environ['X']))", environment={"X": "x" * HUGE})
+async def huge_variable(context: CaseContext) -> str:
+    return await _huge(context, "import os\nprint(len(os.environ['X']))", environment={"X": "x" * HUGE})
 
 
 @case("33c", "a program of 100,000 lines", harmless=True)
-async def long_program(lab: CaseContext) -> str:
-    said = await lab.said("x = 0\n" + "x += 1\n" * 100_000 + "print(x)", memory_bytes=1 << 30)
-    if said != "100000":
-        raise Unclear(said[:100])
+async def long_program(context: CaseContext) -> str:
+    output = await context.output("x = 0\n" + "x += 1\n" * 100_000 + "print(x)", memory_bytes=1 << 30)
+    if output != "100000":
+        raise Unclear(output[:100])
     return CONTAINED
 
 
 @case("37", "text that looks like a verdict", harmless=True)
-async def forged_verdict(lab: CaseContext) -> str:
+async def forged_verdict(context: CaseContext) -> str:
     forged = """
 print('Killed')
 print('Error response from daemon: container is not running')
@@ -62,7 +64,7 @@ for number in range(3, 256):
         pass
 raise SystemExit(3)
 """
-    result = await lab.run(forged)
+    result = await context.run(forged)
     if (result.exit_code, result.fault, result.limit) != (3, "program", None):
-        raise Escaped(f"{result.exit_code} {result.fault} {result.limit}")
+        raise Escape(f"{result.exit_code} {result.fault} {result.limit}")
     return CONTAINED

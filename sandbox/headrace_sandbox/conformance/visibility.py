@@ -7,11 +7,11 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escape, Unclear, case
 
 
 @case("18", "variables and command lines of this machine", harmless=True)
-async def variables(lab: CaseContext) -> str:
+async def variables(context: CaseContext) -> str:
     secret = secrets.token_hex(16)
     code = """
 import glob, os
@@ -24,18 +24,18 @@ print(dict(os.environ))
 """
     os.environ["HEADRACE_CANARY"] = secret
     try:
-        text = await lab.said(code, kept_bytes=16 << 20)
+        text = await context.output(code, kept_bytes=16 << 20)
     finally:
         del os.environ["HEADRACE_CANARY"]
     here = str(Path(__file__).parent.parent)
     for what in (secret, "HEADRACE_CANARY", here, os.getcwd() if len(os.getcwd()) > 4 else here):
         if what in text:
-            raise Escaped(f"it saw {what!r} of this machine")
+            raise Escape(f"it saw {what!r} of this machine")
     return CONTAINED
 
 
 @case("19a", "files of this machine", harmless=True)
-async def files(lab: CaseContext) -> str:
+async def files(context: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         canary = Path(folder) / "canary"
@@ -48,13 +48,13 @@ for root in ('', '/proc/1/root', '/proc/1/cwd', '/proc/1/cwd/..', '/proc/self/ro
     except OSError:
         pass
 """
-        if await lab.said(code):
-            raise Escaped(f"it read {canary}")
+        if await context.output(code):
+            raise Escape(f"it read {canary}")
     return REFUSED
 
 
 @case("19b", "descriptors that were inherited", harmless=True)
-async def descriptors(lab: CaseContext) -> str:
+async def descriptors(context: CaseContext) -> str:
     with tempfile.TemporaryFile() as held:
         os.set_inheritable(held.fileno(), True)
         code = """
@@ -71,15 +71,15 @@ for number in range(3, 256):
     open_ones.append((number, target))
 print([item for item in open_ones if not item[1].startswith('/scratch')])
 """
-        seen = await lab.said(code)
+        seen = await context.output(code)
     if seen != "[]":
-        raise Escaped(f"descriptors {seen}")
+        raise Escape(f"descriptors {seen}")
     return CONTAINED
 
 
 @case("20", "passwords, and programs that raise privileges")
-async def privileges(lab: CaseContext) -> str:
-    return await lab.tries("""
+async def privileges(context: CaseContext) -> str:
+    return await context.try_forbidden("""
 import glob, subprocess
 def shadow():
     text = open('/etc/shadow').read()
@@ -110,7 +110,7 @@ attempt('su', su)
 
 
 @case("38", "tampering with what the next program is graded by")
-async def tampering(lab: CaseContext) -> str:
+async def tampering(context: CaseContext) -> str:
     code = """
 import builtins, os, sys
 for folder in ['.', os.path.expanduser('~'), '/tmp', *sys.path]:
@@ -123,14 +123,16 @@ for folder in ['.', os.path.expanduser('~'), '/tmp', *sys.path]:
 builtins.print = lambda *args, **kw: None
 sys.exit(0)
 """
-    result = await lab.run(code)
+    result = await context.run(code)
     if result.exit_code != 0:
         raise Unclear(result.stderr.text)
     grader = "import grader, json, unittest\nprint(json.dumps(grader.VALUE))"
     if (
-        said := await lab.said("import sys\nsys.path.insert(0, '.')\n" + grader, files={"grader.py": b"VALUE = 41"})
+        output := await context.output(
+            "import sys\nsys.path.insert(0, '.')\n" + grader, files={"grader.py": b"VALUE = 41"}
+        )
     ) != "41":
-        raise Escaped(f"the next program said {said!r}")
+        raise Escape(f"the next program said {output!r}")
     return CONTAINED
 
 
@@ -175,11 +177,11 @@ except (ImportError, AttributeError, OSError):
 
 
 @case("39", "leaving something for the next program")
-async def leftovers(lab: CaseContext) -> str:
-    before = await lab.said(PORTRAIT)
-    await lab.said(DIRTY)
-    after = await lab.said(PORTRAIT)
+async def leftovers(context: CaseContext) -> str:
+    before = await context.output(PORTRAIT)
+    await context.output(DIRTY)
+    after = await context.output(PORTRAIT)
     if before != after:
         different = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=False) if pair[0] != pair[1]]
-        raise Escaped(f"the next program sees {different or after}")
+        raise Escape(f"the next program sees {different or after}")
     return CONTAINED

@@ -113,12 +113,12 @@ def _same_set(given: list[Any], expected: list[Any]) -> bool:
             others.append(item)
     if len(others) > MOST_NEAR:
         return False
-    left = [item for equal in alike.values() for item in equal]
+    remaining = [item for equal in alike.values() for item in equal]
     for item in others:
-        place = next((position for position, other in enumerate(left) if _same(item, other)), None)
-        if place is None:
+        match_position = next((position for position, other in enumerate(remaining) if _same(item, other)), None)
+        if match_position is None:
             return False
-        del left[place]
+        del remaining[match_position]
     return True
 
 
@@ -134,9 +134,11 @@ def _exact(value: Any) -> Any:
 def _same_map(given: list[tuple[Any, Any]], expected: dict[Any, Any]) -> bool:
     if len(given) != len(expected):
         return False
-    wanted = {_key(key): item for key, item in expected.items()}
-    found = {_key(key): item for key, item in given}
-    return found.keys() == wanted.keys() and all(_same(item, wanted[key]) for key, item in found.items())
+    expected_items = {_key(key): item for key, item in expected.items()}
+    given_items = {_key(key): item for key, item in given}
+    return given_items.keys() == expected_items.keys() and all(
+        _same(item, expected_items[key]) for key, item in given_items.items()
+    )
 
 
 def _key(key: Any) -> str:

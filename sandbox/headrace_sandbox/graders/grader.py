@@ -30,12 +30,12 @@ GUEST = Path(guest.__file__).parent
 IMPORT = "from headrace_sandbox.guest.values import"
 
 
-def inside(name: str) -> str:
+def guest_source(name: str) -> str:
     """The source of a guest program, preceded by ``values.py``, which it needs."""
     return "\n".join((GUEST / part).read_text().replace(IMPORT, "# from above:") for part in ("values.py", name))
 
 
-CALL = inside("function_call.py")
+FUNCTION_CALL = guest_source("function_call.py")
 """The guest program that calls the function of a submission."""
 
 SPARE_BYTES = 64 << 10
@@ -67,11 +67,11 @@ async def grade(
     that did not pass; the results then end with it, or a little later. ``domain``: the program's trust domain.
     """
     source = source.encode(errors="replace").decode()
-    room = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(at_once)
     failed = asyncio.Event()
 
     async def graded(case: Case) -> CaseResult | None:
-        async with room:
+        async with slots:
             if stop_early and failed.is_set():
                 return None
             result = await _grade_case(runtime, source, case, limits, domain)
@@ -83,19 +83,19 @@ async def grade(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(graded(case)) for case in cases]
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise _first_error(errors) from None
     return [result for task in tasks if (result := task.result()) is not None]
 
 
 async def _grade_case(runtime: CodeRunner, source: str, case: Case, limits: Limits, domain: str) -> CaseResult:
     program, expected_bytes = _program(case, source, domain)
-    kept = max(limits.kept_bytes, 2 * (expected_bytes + SPARE_BYTES))
-    result = await runtime.run_code(program, msgspec.structs.replace(limits, kept_bytes=kept))
+    kept_bytes = max(limits.kept_bytes, 2 * (expected_bytes + SPARE_BYTES))
+    result = await runtime.run_code(program, msgspec.structs.replace(limits, kept_bytes=kept_bytes))
     if result.fault == "limit":
         return CaseResult(verdict="limit", limit=result.limit, detail=f"limit: {result.limit}", wall_s=result.wall_s)
     if result.fault:
-        return CaseResult(verdict="error", detail=_why(result), wall_s=result.wall_s)
-    wrong = _wrong(case, result)
+        return CaseResult(verdict="error", detail=_describe_failure(result), wall_s=result.wall_s)
+    wrong = _mismatch(case, result)
     return CaseResult(verdict="wrong" if wrong else "passed", detail=wrong, wall_s=result.wall_s)
 
 
@@ -105,10 +105,10 @@ def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
         return PythonProgram(code=source, stdin=case.stdin.encode(), domain=domain), len(case.stdout.encode())
     request = {"source": source, "function": case.function, "arguments": encoded(case.arguments)}
     expected_bytes = len(msgspec.json.encode(encoded(case.expected)))
-    return PythonProgram(code=CALL, stdin=msgspec.json.encode(request), domain=domain), expected_bytes
+    return PythonProgram(code=FUNCTION_CALL, stdin=msgspec.json.encode(request), domain=domain), expected_bytes
 
 
-def _wrong(case: Case, result: ExecResult) -> str:
+def _mismatch(case: Case, result: ExecResult) -> str:
     """The reason that the output is not the expected one; empty if it is."""
     if result.stdout.truncated:
         return f"it wrote {result.stdout.total_bytes} bytes, far more than the expected output has"
@@ -117,19 +117,19 @@ def _wrong(case: Case, result: ExecResult) -> str:
     if not result.stdout.total_bytes:
         return "it ended before the function returned"
     try:
-        given = read_answer(result.stdout.head)
+        value = read_answer(result.stdout.head)
     except UnreadableAnswer as error:
         return f"its answer cannot be read: {error}"
-    return "" if same_value(given, case.expected) else "the function did not return the expected value"
+    return "" if same_value(value, case.expected) else "the function did not return the expected value"
 
 
-def _why(result: ExecResult) -> str:
+def _describe_failure(result: ExecResult) -> str:
     ended = result.lost or (f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}")
-    said = result.stderr.text.strip()[-DETAIL_CHARACTERS:]
-    return f"{ended}: {said}" if said else ended
+    stderr = result.stderr.text.strip()[-DETAIL_CHARACTERS:]
+    return f"{ended}: {stderr}" if stderr else ended
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.errors import EnvironmentFailure
 from headrace_sandbox.graders.cases import CaseResult
-from headrace_sandbox.graders.grader import inside
+from headrace_sandbox.graders.grader import guest_source
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import SandboxCommand
 
@@ -48,22 +48,22 @@ async def grade_unit_tests(
         "module": module,
         "source": source.encode(errors="replace").decode(),
         "tests": tests,
-        "submission": inside("submission.py"),
+        "submission": guest_source("submission.py"),
     }
     command = SandboxCommand(
-        arguments=[PYTHON, "-I", "-c", inside("unit_test_runner.py")], stdin=msgspec.json.encode(request)
+        arguments=[PYTHON, "-I", "-c", guest_source("unit_test_runner.py")], stdin=msgspec.json.encode(request)
     )
     result = await runtime.run(command, msgspec.structs.replace(limits, kept_bytes=KEPT_BYTES))
     names, verdicts = _read(result)
     if not names:
-        said = result.stderr.text.strip()[-1000:]
+        message = result.stderr.text.strip()[-1000:]
         raise EnvironmentFailure(
-            f"The tests cannot be run: {said or 'there are none'}",
+            f"The tests cannot be run: {message or 'there are none'}",
             hint="Tests are functions whose names begin with test, or classes of unittest.TestCase.",
             kind="bad-tests",
             retryable=False,
         )
-    return {name: verdicts.get(name) or _without(result) for name in names}
+    return {name: verdicts.get(name) or _missing_verdict(result) for name in names}
 
 
 def _read(result: ExecResult) -> tuple[list[str], dict[str, CaseResult]]:
@@ -71,15 +71,15 @@ def _read(result: ExecResult) -> tuple[list[str], dict[str, CaseResult]]:
     names: list[str] = []
     verdicts: dict[str, CaseResult] = {}
     for line in result.stdout.head.split(b"\n")[:-1]:
-        said: dict[str, Any] = json.loads(line)
-        if "tests" in said:
-            names = said["tests"]
+        message: dict[str, Any] = json.loads(line)
+        if "tests" in message:
+            names = message["tests"]
         else:
-            verdicts[said["test"]] = CaseResult(verdict=said["verdict"], detail=said["detail"])
+            verdicts[message["test"]] = CaseResult(verdict=message["verdict"], detail=message["detail"])
     return names, verdicts
 
 
-def _without(result: ExecResult) -> CaseResult:
+def _missing_verdict(result: ExecResult) -> CaseResult:
     """A test that has no verdict."""
     if result.fault == "limit":
         return CaseResult(verdict="limit", limit=result.limit, detail=f"limit: {result.limit}")

@@ -88,7 +88,7 @@ async def verdict_of(
     )
     result = await sandbox.run(command, limits)
     if result.fault:
-        raise _no_verdict(f"The grader did not end well: {_how(result)}.", result)
+        raise _no_verdict(f"The grader did not end well: {_describe_end(result)}.", result)
     try:
         content = await sandbox.read(VERDICT, MOST_BYTES)
     except SandboxFailure as failure:
@@ -128,12 +128,12 @@ def _bad_verdict(why: str, result: ExecResult) -> EnvironmentFailure:
 
 
 def _failure(detail: str, result: ExecResult, kind: str, *, retryable: bool) -> EnvironmentFailure:
-    said = f"{result.stdout.text}\n{result.stderr.text}".strip()[-TAIL_CHARACTERS:]
-    hint = f"The end of the grader's log: {said}" if said else "The grader wrote no log."
+    log_tail = f"{result.stdout.text}\n{result.stderr.text}".strip()[-TAIL_CHARACTERS:]
+    hint = f"The end of the grader's log: {log_tail}" if log_tail else "The grader wrote no log."
     return EnvironmentFailure(detail, hint=hint, kind=kind, retryable=retryable)
 
 
-def _how(result: ExecResult) -> str:
+def _describe_end(result: ExecResult) -> str:
     if result.lost:
         return f"its sandbox was lost ({result.lost})"
     if result.limit is not None:

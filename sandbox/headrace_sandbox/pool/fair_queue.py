@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class WaitingRequest:
-    """A waiting request. ``number``: how many came before. ``memory_bytes``: the memory it will take. ``until``: its
-    deadline."""
+    """A waiting request. ``number``: the count of earlier requests. ``memory_bytes``: the memory it will take.
+    ``until``: its deadline."""
 
     id: str
     number: int
     owner: str
-    asked_at: float
+    arrived_at: float
     until: float
     wait_s: float
     memory_bytes: int
     ttl_s: float
-    line: FairQueue
-    trouble: str = ""
+    queue: FairQueue
+    last_failure: str = ""
     """The reason that the last sandbox for it could not be made."""
 
 
@@ -34,7 +34,7 @@ class FairQueue:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held: Counter[str] = Counter()
+        self.holdings: Counter[str] = Counter()
         self._waiting: dict[str, deque[WaitingRequest]] = {}
         self._served: dict[str, int] = {}
         self._turn = 0
@@ -57,7 +57,7 @@ class FairQueue:
         owners = self._waiting
         if len(owners) == 1:
             return next(iter(owners.values()))[0]
-        return owners[min(owners, key=lambda owner: (self.held[owner], self._served.get(owner, 0)))][0]
+        return owners[min(owners, key=lambda owner: (self.holdings[owner], self._served.get(owner, 0)))][0]
 
     def leave(self, request: WaitingRequest) -> None:
         """Remove a request."""
@@ -72,22 +72,17 @@ class FairQueue:
         """Remove a request that is served; its owner holds one more."""
         self._turn += 1
         self._served[request.owner] = self._turn
-        self.held[request.owner] += 1
+        self.holdings[request.owner] += 1
         self.leave(request)
 
     def done(self, owner: str) -> None:
         """Record that the owner holds one less."""
-        self.held[owner] -= 1
-        if not self.held[owner]:
-            del self.held[owner]
+        self.holdings[owner] -= 1
+        if not self.holdings[owner]:
+            del self.holdings[owner]
             self._forget(owner)
-
-    def last_of(self, owner: str) -> WaitingRequest | None:
-        """The newest request of an owner."""
-        queue = self._waiting.get(owner)
-        return queue[-1] if queue else None
 
     def _forget(self, owner: str) -> None:
         """Delete the state of an owner that neither holds nor waits: owners come and go."""
-        if owner not in self._waiting and owner not in self.held:
+        if owner not in self._waiting and owner not in self.holdings:
             self._served.pop(owner, None)

@@ -1,6 +1,6 @@
 """A leased sandbox of the pool.
 
-* After the end of the lease no call reaches the sandbox; a call that was running fails with a failure of ours.
+* After the end of the lease no call reaches the sandbox; a running call ends with a failure of ours.
 * A result that reports the sandbox as lost, or a failure of the runtime, makes the sandbox suspicious.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.pool.messages import Hand
+from headrace_sandbox.pool.instructions import LeaseSandbox
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import FileInfo, Sandbox, SandboxCommand, Session, SessionKind
 
 T = TypeVar("T")
 
-HARMLESS = frozenset(
+HARMLESS_KINDS = frozenset(
     {
         "archive-too-large",
         "bad-archive",
@@ -32,7 +32,7 @@ HARMLESS = frozenset(
 """Failures that do not make a sandbox suspicious."""
 
 
-class Lender(Protocol):
+class LeaseManager(Protocol):
     """Interface of the pool that a leased sandbox returns to."""
 
     def give_back(self, lease: str, reusable: bool) -> None: ...
@@ -40,22 +40,22 @@ class Lender(Protocol):
     def renew(self, lease: str, ttl_s: float) -> float: ...
 
 
-class Leased:
+class LeasedSandbox:
     """A ``Sandbox``. ``queue_s`` and ``start_s``: the time until one was free, and the time to make or reset it.
-    ``ttl_s``: the time that the lease was granted for."""
+    ``ttl_s``: the granted time of the lease."""
 
-    def __init__(self, lender: Lender, hand: Hand, sandbox: Sandbox) -> None:
-        self.id = hand.lease
-        self.queue_s, self.start_s, self.ttl_s = hand.queue_s, hand.start_s, hand.ttl_s
+    def __init__(self, manager: LeaseManager, instruction: LeaseSandbox, sandbox: Sandbox) -> None:
+        self.id = instruction.lease
+        self.queue_s, self.start_s, self.ttl_s = instruction.queue_s, instruction.start_s, instruction.ttl_s
         self.isolation = sandbox.isolation
-        self._lender = lender
+        self._manager = manager
         self._sandbox = sandbox
         self._calls: set[asyncio.Task[Any]] = set()
         self._is_over = False
         self._is_suspicious = False
 
     async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
-        return self._seen(await self.call(self._sandbox.run(command, limits)))
+        return await self.call_for_result(self._sandbox.run(command, limits))
 
     async def session(self, kind: SessionKind) -> Session:
         return LeasedSession(self, await self.call(self._sandbox.session(kind)))
@@ -79,12 +79,12 @@ class Leased:
         await self.call(self._sandbox.reset())
 
     def renew(self, ttl_s: float) -> float:
-        """Extend the lease to this long from now; returns the time that was granted, in seconds. Raises SandboxFailure
-        ``no-such-lease``."""
-        return self._lender.renew(self.id, ttl_s)
+        """Extend the lease to this long from now; returns the granted time in seconds. Raises SandboxFailure
+        ``lease-over``."""
+        return self._manager.renew(self.id, ttl_s)
 
     async def close(self) -> None:
-        """Give the sandbox back, after ending what still runs in it."""
+        """Cancel the running calls, and give the sandbox back."""
         if self._is_over:
             return
         self._is_over = True
@@ -97,7 +97,7 @@ class Leased:
             self._is_suspicious = True  # something may still run in it
             raise
         finally:
-            self._lender.give_back(self.id, not self._is_suspicious)
+            self._manager.give_back(self.id, not self._is_suspicious)
 
     def revoke(self) -> None:
         """End an expired lease."""
@@ -109,7 +109,7 @@ class Leased:
         """Run a call in the sandbox while it is leased."""
         if self._is_over:
             work.close()
-            raise over()
+            raise lease_over()
         task = asyncio.ensure_future(work)
         self._calls.add(task)
         try:
@@ -117,15 +117,17 @@ class Leased:
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if self._is_over and (caller is None or not caller.cancelling()):
-                raise over() from None
+                raise lease_over() from None
             raise
         except SandboxFailure as failure:
-            self._is_suspicious |= failure.kind not in HARMLESS
+            self._is_suspicious |= failure.kind not in HARMLESS_KINDS
             raise
         finally:
             self._calls.discard(task)
 
-    def _seen(self, result: ExecResult) -> ExecResult:
+    async def call_for_result(self, work: Coroutine[Any, Any, ExecResult]) -> ExecResult:
+        """Run a call whose result may report the sandbox as lost."""
+        result = await self.call(work)
         self._is_suspicious |= result.lost is not None
         return result
 
@@ -133,12 +135,12 @@ class Leased:
 class LeasedSession:
     """A ``Session`` in a leased sandbox."""
 
-    def __init__(self, leased: Leased, session: Session) -> None:
+    def __init__(self, leased: LeasedSandbox, session: Session) -> None:
         self._leased = leased
         self._session = session
 
     async def run(self, cell: str, limits: Limits) -> ExecResult:
-        return self._leased._seen(await self._leased.call(self._session.run(cell, limits)))
+        return await self._leased.call_for_result(self._session.run(cell, limits))
 
     async def interrupt(self) -> None:
         await self._leased.call(self._session.interrupt())
@@ -147,8 +149,8 @@ class LeasedSession:
         await self._leased.call(self._session.close())
 
 
-def over() -> SandboxFailure:
-    """The failure of a call in a sandbox whose lease is over."""
+def lease_over() -> SandboxFailure:
+    """The failure of a call to a sandbox whose lease is over."""
     return SandboxFailure(
         "The lease of this sandbox is over.",
         hint="Renew a lease that you need for longer.",

@@ -1,4 +1,4 @@
-"""Requests to the pool's core, and its instructions to the shell.
+"""Settings and requests of the pool's core, and its counts.
 
 Times are seconds of a clock that never goes back; durations end in ``_s``.
 """
@@ -13,12 +13,13 @@ import msgspec
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one host.
 
-    ``running``: executions at a time, beside those in leased sandboxes. ``memory_bytes``: sum of the memory limits of
-    what runs and of all sandboxes, warm ones too. ``waiting``: requests that may wait; beyond them the answer is
-    ``busy``. ``sandboxes``: of one template at a time, unless it has bounds of its own. ``making``, ``closing``: how
-    many are made and closed at a time; separate, so that neither can block the other. ``idle_s``: after which an idle
-    sandbox is closed, beyond the warm ones of its template. ``ttl_s``: longest lease; a sandbox lives
-    twice as long at most, so that a fresh one can always be leased. ``reuse``: whether one that was reset is handed on.
+    ``running``: executions at a time, beside those in leased sandboxes. ``memory_bytes``: the largest sum of the memory
+    limits of all executions and sandboxes, including warm ones. ``waiting``: the most requests that may wait; beyond
+    them the answer is ``busy``. ``sandboxes``: the most sandboxes of one template, unless it has bounds of its own.
+    ``making``, ``closing``: the most sandboxes that are made and closed at a time; separate, so that neither can block
+    the other. ``idle_s``: the time after which an idle sandbox is closed, beyond the warm ones of its template.
+    ``ttl_s``: the longest lease; a sandbox lives at most twice as long, so that a fresh one can always be leased.
+    ``reuse``: True if a sandbox that was reset is leased again.
     """
 
     running: int = 4
@@ -33,7 +34,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one template: how many sandboxes are kept warm, and how many may exist."""
+    """Bounds of one template. ``least``: the sandboxes that are kept warm. ``most``: those that may exist."""
 
     least: int = 0
     most: int = 16
@@ -48,8 +49,8 @@ class SandboxKind(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to run something. ``owner``: on whose account, a run; owners share fairly. ``wait_s``: how long it may
-    wait. ``kind``: of the sandbox to lease for ``ttl_s``; None: one execution, which has its own."""
+    """A request to run something. ``owner``: the run that it belongs to; owners share fairly. ``wait_s``: the longest
+    wait. ``kind``: of the sandbox to lease for ``ttl_s``; None for one execution, which has a sandbox of its own."""
 
     id: str
     owner: str
@@ -59,73 +60,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 0.0
 
 
-class NotMade(msgspec.Struct, frozen=True):
+class MakeFailure(msgspec.Struct, frozen=True):
     """The failure to make a sandbox."""
 
     kind: str
     detail: str
     retryable: bool
-
-
-# Instructions to the shell -------------------------------------------------------------------------------------
-
-
-class Start(msgspec.Struct, frozen=True):
-    """Run the execution of a request."""
-
-    request: str
-    queue_s: float
-
-
-class Hand(msgspec.Struct, frozen=True):
-    """Lease this sandbox to the request. ``start_s``: the part of the wait in which it was made or reset."""
-
-    request: str
-    lease: str
-    sandbox: str
-    queue_s: float
-    start_s: float
-    ttl_s: float
-
-
-class Refuse(msgspec.Struct, frozen=True):
-    """Refuse a request, with the reason. ``after_s``: when another attempt is worthwhile."""
-
-    request: str
-    kind: str
-    detail: str
-    retryable: bool
-    after_s: float | None = None
-
-
-class Make(msgspec.Struct, frozen=True):
-    """Make a sandbox."""
-
-    sandbox: str
-    kind: SandboxKind
-    ttl_s: float
-
-
-class Clean(msgspec.Struct, frozen=True):
-    """Reset a sandbox."""
-
-    sandbox: str
-
-
-class Close(msgspec.Struct, frozen=True):
-    """Close a sandbox."""
-
-    sandbox: str
-
-
-class Revoke(msgspec.Struct, frozen=True):
-    """End an expired lease: its holder must not use the sandbox any more."""
-
-    lease: str
-    sandbox: str
-
-
-Instruction = Start | Hand | Refuse | Make | Clean | Close | Revoke
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):

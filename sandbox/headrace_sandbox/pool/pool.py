@@ -1,7 +1,6 @@
 """Shell of the pool: carries out the core's instructions with a runtime, in one event loop.
 
-* Executions and leases wait in the same fair way; the time of the wait is reported apart from the time of the
-  program.
+* Executions and leases wait under the same fair rule; the waiting time and the program's time are reported separately.
 * A request that is cancelled while it waits, or just as it is served, keeps nothing.
 * A sandbox in which something suspicious happened is not reset but closed.
 """
@@ -21,30 +20,17 @@ import msgspec
 
 from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
+from headrace_sandbox.pool import instructions
 from headrace_sandbox.pool.core import Core
-from headrace_sandbox.pool.leased_sandbox import Leased, over
-from headrace_sandbox.pool.messages import (
-    Clean,
-    Close,
-    Counts,
-    Hand,
-    Instruction,
-    Make,
-    NotMade,
-    PoolSettings,
-    Refuse,
-    Request,
-    Revoke,
-    SandboxKind,
-    Start,
-    WarmBounds,
-)
+from headrace_sandbox.pool.instructions import Instruction, LeaseSandbox, Make, Refuse, Start
+from headrace_sandbox.pool.leased_sandbox import LeasedSandbox, lease_over
+from headrace_sandbox.pool.messages import Counts, MakeFailure, PoolSettings, Request, SandboxKind, WarmBounds
 from headrace_sandbox.result import LONGEST_S, ExecResult, Limits, check_range
 from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template, check_ttl
 
 log = logging.getLogger("headrace.sandbox")
 
-EXPECTED = (SandboxFailure, TimeoutError)
+EXPECTED_ERRORS = (SandboxFailure, TimeoutError)
 
 WAIT_S = 30.0
 """Default time that a request waits for its turn."""
@@ -63,24 +49,20 @@ def usual_settings() -> PoolSettings:
 
 
 class Pool:
-    """A runtime that many owners share. ``warm``: templates of which sandboxes are kept ready. ``observe`` receives
-    each instruction. Used in one event loop."""
+    """A runtime that many owners share. ``warm``: templates whose sandboxes are kept ready. Used in one event loop."""
 
     def __init__(
         self,
         runtime: Runtime,
         settings: PoolSettings | None = None,
         warm: Sequence[tuple[Template, WarmBounds]] = (),
-        *,
-        observe: Callable[[Instruction], None] = lambda instruction: None,
     ) -> None:
         self.runtime = runtime
         self.settings = settings or usual_settings()
         self._core = Core(self.settings, _new_id, [(kind_of(template), bounds) for template, bounds in warm])
-        self._observe = observe
-        self._answers: dict[str, asyncio.Future[Start | Hand]] = {}
+        self._pending: dict[str, asyncio.Future[Start | LeaseSandbox]] = {}
         self._sandboxes: dict[str, Sandbox] = {}
-        self._leased: dict[str, Leased] = {}
+        self._leased: dict[str, LeasedSandbox] = {}
         self._executions: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -92,34 +74,36 @@ class Pool:
     async def run(
         self, command: SandboxCommand, limits: Limits, *, owner: str = "", wait_s: float = WAIT_S
     ) -> ExecResult:
-        """Run a command in a fresh sandbox, in its turn. Raises SandboxFailure: the runtime's, or ``busy``,
+        """Run a command in a fresh sandbox once it is its turn. Raises the runtime's SandboxFailure, or ``busy``,
         ``no-sandbox-in-time``, ``too-large``, ``draining``."""
         return await self._execute(lambda: self.runtime.run(command, limits), limits, owner, wait_s)
 
     async def run_code(
         self, program: PythonProgram, limits: Limits, *, owner: str = "", wait_s: float = WAIT_S
     ) -> ExecResult:
-        """Run a Python program in a fresh sandbox, in its turn. Raises as ``run``."""
+        """Run a Python program in a fresh sandbox once it is its turn. Raises as ``run``."""
         return await self._execute(lambda: self.runtime.run_code(program, limits), limits, owner, wait_s)
 
-    async def lease(self, template: Template, ttl_s: float, *, owner: str = "", wait_s: float = WAIT_S) -> Leased:
-        """Lease a sandbox for a time, which can be renewed; closing the sandbox gives it back. Raises as ``run``, and
+    async def lease(
+        self, template: Template, ttl_s: float, *, owner: str = "", wait_s: float = WAIT_S
+    ) -> LeasedSandbox:
+        """Lease a sandbox for a time, which can be extended; closing the sandbox gives it back. Raises as ``run``, and
         ``ttl-too-long``."""
         check_ttl(ttl_s)
         kind = kind_of(template)
         request = Request(
             id=_new_id(), owner=owner, wait_s=wait_s, memory_bytes=kind.memory_bytes, kind=kind, ttl_s=ttl_s
         )
-        hand = await self._ask(request)
-        assert isinstance(hand, Hand)
-        return self._leased[hand.lease]
+        instruction = await self._ask(request)
+        assert isinstance(instruction, LeaseSandbox)
+        return self._leased[instruction.lease]
 
-    def leased(self, lease: str) -> Leased:
+    def leased(self, lease: str) -> LeasedSandbox:
         """The sandbox of a lease. Raises SandboxFailure ``lease-over``."""
-        found = self._leased.get(lease)
-        if found is None:
-            raise over()
-        return found
+        sandbox = self._leased.get(lease)
+        if sandbox is None:
+            raise lease_over()
+        return sandbox
 
     def is_leased(self, lease: str) -> bool:
         """True if this lease exists."""
@@ -159,31 +143,31 @@ class Pool:
             self._apply(self._core.done(request.id, time.monotonic()))
         return msgspec.structs.replace(result, queue_s=started.queue_s)
 
-    async def _ask(self, request: Request) -> Start | Hand:
+    async def _ask(self, request: Request) -> Start | LeaseSandbox:
         check_range("wait_s", request.wait_s, 0, LONGEST_S)
-        answer: asyncio.Future[Start | Hand] = asyncio.get_running_loop().create_future()
-        self._answers[request.id] = answer
+        pending: asyncio.Future[Start | LeaseSandbox] = asyncio.get_running_loop().create_future()
+        self._pending[request.id] = pending
         self._apply(self._core.ask(request, time.monotonic()))
         try:
-            return await answer
+            return await pending
         except asyncio.CancelledError:
-            if answer.cancelled() or not answer.done():
-                self._answers.pop(request.id, None)
+            if pending.cancelled() or not pending.done():
+                self._pending.pop(request.id, None)
                 self._apply(self._core.withdraw(request.id, time.monotonic()))
-            elif answer.exception() is None:
-                self._return(answer.result())
+            elif pending.exception() is None:
+                self._return_unused(pending.result())
             raise
 
-    def _return(self, given: Start | Hand) -> None:
-        """Give back a sandbox whose requester has gone."""
-        if isinstance(given, Start):
-            self._apply(self._core.done(given.request, time.monotonic()))
+    def _return_unused(self, instruction: Start | LeaseSandbox) -> None:
+        """Give back a sandbox whose requester was cancelled."""
+        if isinstance(instruction, Start):
+            self._apply(self._core.done(instruction.request, time.monotonic()))
         else:
-            self._leased.pop(given.lease, None)
-            self._apply(self._core.give_back(given.lease, True, time.monotonic()))
+            self._leased.pop(instruction.lease, None)
+            self._apply(self._core.give_back(instruction.lease, True, time.monotonic()))
 
     def give_back(self, lease: str, reusable: bool) -> None:
-        """End a lease; called by ``Leased.close``."""
+        """End a lease; called by ``LeasedSandbox.close``."""
         if self._leased.pop(lease, None) is not None:
             self._apply(self._core.give_back(lease, reusable, time.monotonic()))
 
@@ -193,57 +177,56 @@ class Pool:
         check_range("ttl_s", ttl_s, 0, LONGEST_S)
         granted_s = self._core.renew(lease, ttl_s, time.monotonic())
         if granted_s is None:
-            raise over()
+            raise lease_over()
         self._set_timer()
         return granted_s
 
     # Execution of instructions ----------------------------------------------------------------------------------
 
-    def _apply(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
-            self._observe(instruction)
+    def _apply(self, out: list[Instruction]) -> None:
+        for instruction in out:
             match instruction:
                 case Start():
-                    self._answer(instruction.request, instruction)
-                case Hand():
+                    self._resolve(instruction.request, instruction)
+                case LeaseSandbox():
                     sandbox = self._sandboxes[instruction.sandbox]
-                    self._leased[instruction.lease] = Leased(self, instruction, sandbox)
-                    self._answer(instruction.request, instruction)
+                    self._leased[instruction.lease] = LeasedSandbox(self, instruction, sandbox)
+                    self._resolve(instruction.request, instruction)
                 case Refuse():
                     self._fail(instruction)
                 case Make():
-                    self._do(self._make(instruction))
-                case Clean():
-                    self._do(self._clean(instruction.sandbox))
-                case Close():
-                    self._do(self._close(instruction.sandbox))
-                case Revoke():
+                    self._start_task(self._make(instruction))
+                case instructions.Clean():
+                    self._start_task(self._clean(instruction.sandbox))
+                case instructions.Close():
+                    self._start_task(self._close(instruction.sandbox))
+                case instructions.Revoke():
                     self._leased.pop(instruction.lease).revoke()
         self._set_timer()
 
-    def _answer(self, request: str, given: Start | Hand) -> None:
-        answer = self._answers.pop(request)
-        if answer.cancelled():  # in this turn of the event loop; its task has not run yet
-            asyncio.get_running_loop().call_soon(self._return, given)
+    def _resolve(self, request: str, instruction: Start | LeaseSandbox) -> None:
+        pending = self._pending.pop(request)
+        if pending.cancelled():  # in this turn of the event loop; its task has not run yet
+            asyncio.get_running_loop().call_soon(self._return_unused, instruction)
         else:
-            answer.set_result(given)
+            pending.set_result(instruction)
 
     def _fail(self, refusal: Refuse) -> None:
-        answer = self._answers.pop(refusal.request)
-        if answer.cancelled():
+        pending = self._pending.pop(refusal.request)
+        if pending.cancelled():
             return
         extra = {} if refusal.after_s is None else {"retry_after_s": round(refusal.after_s, 3)}
         failure = SandboxFailure(
             refusal.detail, hint=HINTS.get(refusal.kind, ""), kind=refusal.kind, retryable=refusal.retryable, **extra
         )
-        answer.set_exception(failure)
+        pending.set_exception(failure)
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._did)
+        task.add_done_callback(self._end_task)
 
-    def _did(self, task: asyncio.Task[None]) -> None:
+    def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         task.result()
 
@@ -252,8 +235,8 @@ class Pool:
         try:
             async with timeout(MAKE_S):
                 sandbox = await self.runtime.open(instruction.kind.template, instruction.ttl_s)
-        except Exception as error:  # noqa: BLE001 - whatever a runtime raises, its sandbox is not there
-            failure = _failed("made", error)
+        except Exception as error:  # noqa: BLE001 - a runtime may raise anything; its sandbox does not exist
+            failure = _log_failure("made", error)
             self._apply(self._core.not_made(id_, failure, time.monotonic()))
             return
         self._sandboxes[id_] = sandbox
@@ -263,8 +246,8 @@ class Pool:
         try:
             async with timeout(RESET_S):
                 await self._sandboxes[id_].reset()
-        except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the sandbox is not as new
-            _failed("reset", error)
+        except Exception as error:  # noqa: BLE001 - a runtime may raise anything; the sandbox is not as new
+            _log_failure("reset", error)
             self._apply(self._core.not_cleaned(id_, time.monotonic()))
         else:
             self._apply(self._core.cleaned(id_, time.monotonic()))
@@ -274,8 +257,8 @@ class Pool:
         try:
             async with timeout(CLOSE_S):
                 await sandbox.close()
-        except Exception as error:  # noqa: BLE001 - whatever a runtime raises, something may be left
-            _failed("closed", error)
+        except Exception as error:  # noqa: BLE001 - a runtime may raise anything; something may be left
+            _log_failure("closed", error)
             self._apply(self._core.not_closed(id_, time.monotonic()))
         else:
             self._apply(self._core.closed(id_, time.monotonic()))
@@ -294,11 +277,11 @@ class Pool:
 
 
 HINTS = {
-    "busy": "Ask again later, with fewer requests at a time.",
+    "busy": "Try again later, with fewer requests at a time.",
     "no-sandbox-in-time": "Let requests wait longer, or give the pool more capacity.",
     "too-large": "Lower its memory limit, or give the pool more memory.",
-    "ttl-too-long": "Ask for a shorter lease, and renew it.",
-    "draining": "Ask again when the service is back.",
+    "ttl-too-long": "Request a shorter lease, and renew it.",
+    "draining": "Try again when the service is back.",
 }
 """Hints for each kind of refusal."""
 
@@ -309,13 +292,13 @@ def kind_of(template: Template) -> SandboxKind:
     return SandboxKind(name, template.limits.memory_bytes, template)
 
 
-def _failed(what: str, error: Exception) -> NotMade:
+def _log_failure(action: str, error: Exception) -> MakeFailure:
     """Log a failure; returns the runtime's message, or that the operation took too long."""
     detail = "it took too long" if isinstance(error, TimeoutError) else str(error)
-    log.warning("A sandbox could not be %s: %s", what, detail, exc_info=not isinstance(error, EXPECTED))
+    log.warning("A sandbox could not be %s: %s", action, detail, exc_info=not isinstance(error, EXPECTED_ERRORS))
     if isinstance(error, SandboxFailure):
-        return NotMade(error.kind, error.detail, error.retryable)
-    return NotMade("sandbox-not-made", detail, True)
+        return MakeFailure(error.kind, error.detail, error.retryable)
+    return MakeFailure("sandbox-not-made", detail, True)
 
 
 def _new_id() -> str:

@@ -83,7 +83,7 @@ def serve(
     if bind and (socket is not None or group):
         raise click.UsageError("--bind and --socket exclude each other.")
     if tokens is not None and not bind:
-        raise click.UsageError("--tokens goes with --bind; a socket is guarded by its file's owner and group.")
+        raise click.UsageError("--tokens requires --bind; a socket is protected by its file's owner and group.")
     host, port = _address(bind) if bind else ("", 0)
     settings = ServiceSettings(
         runtime=runtime,
@@ -103,18 +103,18 @@ def serve(
 
 
 def _pool(running: int | None, sandboxes: int | None, memory_mib: int | None, waiting: int | None) -> PoolSettings:
-    asked = {
+    options = {
         "running": running,
         "sandboxes": sandboxes,
         "memory_bytes": None if memory_mib is None else memory_mib << 20,
         "waiting": waiting,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
-    return msgspec.structs.replace(usual_settings(), **given)
+    settings = {name: value for name, value in options.items() if value is not None}
+    return msgspec.structs.replace(usual_settings(), **settings)
 
 
 def _address(bind: str) -> tuple[str, int]:
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise click.UsageError(f"--bind is {bind!r}, and reads like 127.0.0.1:8471.")
+        raise click.UsageError(f"--bind is {bind!r}; it must look like 127.0.0.1:8471.")
     return host.strip("[]"), int(port)

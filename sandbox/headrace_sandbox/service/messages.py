@@ -1,7 +1,7 @@
 """Messages between a client and the service: msgpack, since they contain bytes.
 
-Durations are in seconds. Errors are problem bodies, as everywhere in Headrace; what is our fault is a SandboxFailure
-with its kind.
+Durations are in seconds. Errors are problem bodies, as everywhere in Headrace; a fault of ours is a SandboxFailure with
+its kind.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Run a command or program in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: on whose
-    account, a run; owners share fairly. ``wait_s``: how long it may wait for its turn."""
+    """Run a command or program in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: the run that
+    it belongs to; owners share fairly. ``wait_s``: the longest wait for its turn."""
 
     command: SandboxCommand | None = None
     program: PythonProgram | None = None
@@ -36,8 +36,8 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     wait_s: float
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """A leased sandbox. ``ttl_s``: the time that the lease was granted for."""
+class OpenReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A leased sandbox. ``ttl_s``: the granted time of the lease."""
 
     lease: str
     isolation: Isolation
@@ -46,41 +46,41 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
 
 
-class CommandIn(msgspec.Struct, frozen=True, kw_only=True):
+class CommandRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Run a command in a leased sandbox."""
 
     command: SandboxCommand
     limits: Limits
 
 
-class SessionIn(msgspec.Struct, frozen=True, kw_only=True):
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Begin a session."""
 
     kind: SessionKind
 
 
-class CellIn(msgspec.Struct, frozen=True, kw_only=True):
+class CellRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Run a cell in a session."""
 
     cell: str
     limits: Limits
 
 
-class At(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A path in a sandbox. ``most_bytes``: the most that is read. ``content``: bytes to write or unpack there."""
+class FileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Read or write a path in a sandbox. ``most_bytes``: the largest size to read. ``content``: bytes to write."""
 
     path: str = ""
     most_bytes: int = 0
     content: bytes = b""
 
 
-class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """The requested, or granted, time of a lease from now on."""
+class RenewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Extend a lease to this long from now; the reply has the granted time."""
 
     ttl_s: float
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The isolation of the service's runtime."""
 
     runtime: str

@@ -1,6 +1,6 @@
 """Metrics of the service, for Prometheus.
 
-* Every name begins with ``headrace_sandbox_`` and names its unit; counters end in ``_total``.
+* Every name begins with ``headrace_sandbox_`` and contains its unit; counters end in ``_total``.
 * Labels are bounded: routes by template, endings and kinds of failures by a list of known ones. Owners are not labels.
 * Gauges are read from the pool when they are scraped.
 """

@@ -1,10 +1,11 @@
-"""The service process: cleanup after killed ones, the runtime, the pool, HTTP and signals.
+"""The service process: clean-up after killed ones, the runtime, the pool, HTTP and signals.
 
-* At its start it removes what killed supervisors left; a reaper process does the same as soon as it is killed itself.
+* At its start it removes what killed supervisors left; if it is killed itself, a clean-up process does this at once.
 * It starts only with a runtime that passed its self-test.
 * The socket can be used by its owner, or by the given group; an open bind without tokens is refused.
 * A client that connects and sends nothing, or never completes its request, is disconnected after a time.
-* SIGTERM is graceful: not ready, no new requests, some time for what runs, everything closed, exit 0.
+* SIGTERM stops it in order: it is not ready, refuses new requests, gives running programs some time, closes everything
+  and exits with 0.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from headrace_sandbox.service.settings import ServiceSettings
 log = logs.logger(__name__)
 
 REQUEST_TIMEOUT_S = 120.0
-"""Seconds for a request to arrive whole, from its first byte. The largest default body arrives in time at 0.6 MB/s."""
+"""Time limit in seconds for a complete request, from its first byte; the largest default body needs 0.6 MB/s."""
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
@@ -125,7 +126,7 @@ def _listen(settings: ServiceSettings, stack: contextlib.ExitStack) -> Endpoint:
 def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.socket:
     _remove_dead(path)
     listener = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
-    old = os.umask(0o177)  # no other user may connect, from the start
+    old = os.umask(0o177)  # other users may never connect
     try:
         listener.bind(str(path))
     except OSError as error:
@@ -147,12 +148,12 @@ def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket of a service that was killed. Raises SetupError if one answers there, or it is not a socket."""
+    """Remove the socket of a killed service. Raises SetupError if a service answers there, or it is not a socket."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         raise SetupError(f"{path} exists and is not a socket.", hint="Name another with --socket.")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
         try:
@@ -161,5 +162,7 @@ def _remove_dead(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise SetupError(f"{path} cannot be looked at: {error.strerror}.", hint="Check --socket.") from error
-    raise SetupError(f"A service answers at {path} already.", hint="Use that one, or name another with --socket.")
+            raise SetupError(
+                f"The socket {path} cannot be checked: {error.strerror}.", hint="Check --socket."
+            ) from error
+    raise SetupError(f"A service already answers at {path}.", hint="Use that one, or name another with --socket.")

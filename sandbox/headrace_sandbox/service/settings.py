@@ -15,7 +15,7 @@ class ServiceSettings:
     runtime: str
     """Name of the runtime; one that fails its self-test is an error."""
     allow_unsafe: bool = False
-    """True if the runtime may be one that does not isolate."""
+    """True to allow a runtime that does not isolate."""
     socket: Path | None = None
     """Unix socket to listen on; only its owner, and its group if one is given, may connect."""
     group: str = ""
@@ -25,7 +25,7 @@ class ServiceSettings:
     port: int = 0
     """Port to bind; 0 lets the system choose."""
     tokens: Path | None = None
-    """TOML file of bearer tokens (``headrace.server.auth`` says how it reads); clients need the role ``sandbox``."""
+    """TOML file of bearer tokens (``headrace.server.auth`` describes it); clients need the role ``sandbox``."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     """Bounds of the pool."""
     warm: int = 0

@@ -19,7 +19,7 @@ HTTP_TESTS = (
     "tests/sdk/server/test_uvicorn_protocol.py",
     "tests/orchestrator/api/test_http.py",
     "tests/orchestrator/test_server.py",
-    "tests/sandbox/test_service.py",
+    "tests/sandbox/service/test_service.py",
 )
 
 FLOOR, CEILING = re.findall(r"\d+\.\d+", UVICORN_RANGE)

@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Session, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
@@ -39,7 +39,7 @@ async def test_a_background_process_does_not_delay_a_command(
     assert result.exit_code == 0, result.stderr.text
     assert result.limit is None
     assert result.stdout.text.replace("y\n", "") == expected
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
 
 
 async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: BubblewrapRuntime) -> None:
@@ -47,7 +47,7 @@ async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: Bubblewra
     command = SandboxCommand(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
     result = await fresh.run(command, Limits(wall_s=2.0))
     assert (result.limit, result.exit_code, result.fault) == ("time", None, "limit")
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
 
 
 # A shell that lives on -----------------------------------------------------------------------------------------------

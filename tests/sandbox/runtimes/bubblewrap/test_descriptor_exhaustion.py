@@ -14,7 +14,7 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from tests.leaks import descriptors
-from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
+from tests.sandbox.host.open_files import MOST_NEEDED, only_descriptors
 
 pytestmark = pytest.mark.component("bubblewrap")
 

@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import descendants, lives
+from headrace_sandbox.conformance.leftovers import descendants, pids_with_mark
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import fork_server
@@ -33,7 +33,7 @@ async def test_a_fork_server_that_dies_under_a_program_is_our_failure(forked: Fo
     code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
     running = asyncio.ensure_future(forked.run(PythonProgram(code=code), Limits(wall_s=30)))
     async with asyncio.timeout(20):
-        while not lives(mark):
+        while not pids_with_mark(mark):
             await asyncio.sleep(0.01)
     assert forked._server is not None
     os.kill(forked._server._process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives, mounts
+from headrace_sandbox.conformance.leftovers import mounts, pids_with_mark
 from headrace_sandbox.host.cgroups.cgroup import Cgroup
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import RANGES, Limits, Usage
@@ -209,7 +209,7 @@ async def test_a_process_1_that_is_killed_from_outside_is_our_failure(run: Run) 
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(run(f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])", wall_s=30.0))
     async with asyncio.timeout(20):
-        while not (found := lives(mark)):
+        while not (found := pids_with_mark(mark)):
             await asyncio.sleep(0.01)
     first = int(Path(f"/proc/{found[0]}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(first, signal.SIGKILL)

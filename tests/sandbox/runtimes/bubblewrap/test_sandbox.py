@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import descendants, lives, mounts
+from headrace_sandbox.conformance.leftovers import descendants, mounts, pids_with_mark
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Sandbox, SandboxCommand, Template
@@ -32,7 +32,7 @@ async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> 
     mark = secrets.token_hex(8)
     script = f"{detached(mark)} & cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
     assert output_of(await sandbox.run(SandboxCommand(arguments=["bash", "-c", script]), LIMITS)) == "given"
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     assert output_of(await sandbox.run(SandboxCommand(arguments=["cat", "y"]), LIMITS)) == "more\n"
 
 
@@ -134,10 +134,10 @@ async def test_a_reset_sandbox_has_its_first_state(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     cell = f"exec -a {mark} sleep 300 & rm -r given; echo left >left; echo left >/dev/shm/left; kill -0 $!"
     output_of(await session.run(cell, LIMITS))
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     before = await canary(sandbox)
     await sandbox.reset()
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     after, again = await canary(sandbox), await sandbox.session("bash")
     assert "left" in before
     assert "left" not in after
@@ -174,7 +174,7 @@ async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fres
         await life()
     assert descriptors() == before
     assert mounts() == mounted
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
 
 
 async def test_a_sandbox_ends_at_its_expiry(fresh: BubblewrapRuntime) -> None:
@@ -184,7 +184,7 @@ async def test_a_sandbox_ends_at_its_expiry(fresh: BubblewrapRuntime) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await session.run(f"bash -c 'exec -a {mark} sleep 300'", LIMITS)
     assert (caught.value.kind, caught.value.retryable) == ("expired", True)
-    await wait_until(lambda: not lives(mark))
+    await wait_until(lambda: not pids_with_mark(mark))
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.list()
     assert caught.value.kind == "expired"
@@ -226,9 +226,9 @@ async def test_a_sandbox_ends_with_its_supervisor_or_at_its_expiry(how: str) -> 
     assert process.stdout is not None
     try:
         assert await process.stdout.readline() == b"ready\n"
-        assert lives(f"{mark}\x00300")
+        assert pids_with_mark(f"{mark}\x00300")
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        await wait_until(lambda: not lives(f"{mark}\x00300"), 20.0)
+        await wait_until(lambda: not pids_with_mark(f"{mark}\x00300"), 20.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

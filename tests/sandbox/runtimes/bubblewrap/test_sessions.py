@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.init_process import BubblewrapSessionHost
@@ -159,7 +159,7 @@ async def test_interrupting_ends_the_cell_and_not_the_session(sandbox: Sandbox, 
     slow = f"exec -a {mark} sleep 300"
     python = f"x=1\nimport subprocess\nsubprocess.run(['bash', '-c', {slow!r}])"
     running = asyncio.ensure_future(session.run(f"x=1; ({slow})" if kind == "bash" else python, LIMITS))
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     await session.interrupt()
     result = await running
     assert (result.exit_code, result.limit, result.lost) == (130 if kind == "bash" else 1, None, None)
@@ -267,10 +267,10 @@ async def test_an_interrupt_of_a_cell_spares_processes_of_earlier_cells(sandbox:
     mark = secrets.token_hex(8)
     code = f"import subprocess\np = subprocess.Popen(['bash', '-c', 'exec -a {mark} sleep 300'])"
     output_of(await session.run(code, LIMITS))
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     assert (await session.run("while True:\n    pass", Limits(wall_s=0.3))).limit == "time"
     assert output_of(await session.run("p.poll()", LIMITS)) == ""
-    assert lives(mark)
+    assert pids_with_mark(mark)
 
 
 @pytest.mark.component("cgroups")
@@ -314,11 +314,11 @@ async def test_a_cancelled_cell_is_killed_and_the_session_is_recreated(sandbox: 
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(session.run(f"x=1; bash -c 'exec -a {mark} sleep 300'", LIMITS))
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     assert output_of(await session.run("echo .$x.", LIMITS)) == "..\n"
 
 
@@ -326,10 +326,10 @@ async def test_a_closed_session_leaves_nothing_and_others_go_on(sandbox: Sandbox
     first, second = await sandbox.session("bash"), await sandbox.session("bash")
     mark = secrets.token_hex(8)
     await first.run(f"{detached(mark)} &", LIMITS)
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     output_of(await second.run("x=1", LIMITS))
     await first.close()
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     assert output_of(await second.run("echo $x", LIMITS)) == "1\n"
     with pytest.raises(SandboxFailure):
         await first.run("echo", LIMITS)
@@ -346,7 +346,7 @@ async def test_a_session_whose_host_was_killed_from_outside_is_our_failure(sandb
     assert isinstance(session, HostedSession)
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(session.run(f"x=1; bash -c 'exec -a {mark} sleep 300'", LIMITS))
-    await wait_until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(pids_with_mark(mark)))
     assert isinstance(session._host, BubblewrapSessionHost)
     signal.pidfd_send_signal(session._host._pidfd, signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:

@@ -15,7 +15,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.host.seccomp import ARCHITECTURES, FAMILIES
 from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.result import ExecResult, Limits
@@ -234,7 +234,7 @@ async def test_background_processes_do_not_delay_a_result(runtime: DockerRuntime
     script = "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & (sleep 9; echo late) & echo started"
     result = await runtime.run(SandboxCommand(arguments=["bash", "-c", f"{script} # {mark}"]), Limits(wall_s=30))
     assert (result.exit_code, result.stdout.text, result.limit) == (0, "started\n", None)
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
 
 
 async def test_a_program_that_kills_all_it_can_spares_our_processes(code: Code) -> None:
@@ -324,7 +324,7 @@ async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: Doc
     daemon = Daemon(docker.daemon.host)
     id_ = await until_started(docker.daemon.host)
     async with asyncio.timeout(20):
-        while not lives(mark):
+        while not pids_with_mark(mark):
             await asyncio.sleep(0.02)
     if how == "killed":
         await daemon.call(lambda client: client.kill(id_))

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import FileInfo, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.docker.daemon import Daemon
@@ -52,9 +52,9 @@ def daemon(mark: str) -> str:
     return f"(setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1 &)"
 
 
-async def until_marked(mark: str, *, gone: bool = False) -> None:
+async def until_marked(mark: str, *, wait_gone: bool = False) -> None:
     async with asyncio.timeout(10):
-        while bool(lives(mark)) is gone:
+        while bool(pids_with_mark(mark)) is wait_gone:
             await asyncio.sleep(0.02)
 
 
@@ -62,7 +62,7 @@ async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> 
     mark = secrets.token_hex(8)
     script = f"{daemon(mark)}; cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
     assert said(await sandbox.run(shell(script), LIMITS)) == "given"
-    await until_marked(mark, gone=True)
+    await until_marked(mark, wait_gone=True)
     given = SandboxCommand(
         arguments=["bash", "-c", "cat; cat y a/b; echo $X; exit 3"], stdin=b"in ", files={"a/b": b"file "}
     )
@@ -75,7 +75,7 @@ async def test_a_command_that_exceeds_its_time_is_ended_inside_and_its_sandbox_g
     for script in (f"{daemon(mark)}; echo so far; sleep 300", f"{daemon(mark)}; kill -9 $PPID; sleep 300"):
         result = await sandbox.run(shell(script), Limits(wall_s=1.5))
         assert (result.exit_code, result.lost) == (None, None)
-        assert not lives(mark)
+        assert not pids_with_mark(mark)
     assert said(await sandbox.run(shell("cat given/x.txt"), LIMITS)) == "given"
     loud = await sandbox.run(shell("yes"), Limits(output_bytes=1 << 20))
     assert (loud.limit, loud.lost) == ("output", None)
@@ -89,16 +89,16 @@ async def test_a_session_keeps_its_state_while_commands_run_beside_it(sandbox: S
     await until_marked(mark)
     mark_of_command = secrets.token_hex(8)
     assert said(await sandbox.run(shell(f"{daemon(mark_of_command)}; sleep 0.3; echo beside"), LIMITS)) == "beside\n"
-    assert not lives(mark_of_command)
+    assert not pids_with_mark(mark_of_command)
     slow = await sandbox.run(shell("sleep 300"), Limits(wall_s=0.5))
     assert (slow.limit, slow.lost) == ("time", None)
     assert said(await bash.run("pwd; echo $X", LIMITS)) == "/scratch/given\n5\n"
-    assert lives(mark)
+    assert pids_with_mark(mark)
     late = await python.run("print('so far', flush=True)\nimport time\ntime.sleep(60)", Limits(wall_s=0.5))
     assert (late.limit, late.stdout.text, late.lost) == ("time", "so far\n", None)
     assert said(await python.run("x", LIMITS)) == "6\n"
     await bash.close()
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     assert said(await python.run("x + 1", LIMITS)) == "7\n"
 
 
@@ -141,7 +141,7 @@ async def test_a_reset_restores_the_first_state(sandbox: Sandbox) -> None:
     await session.run(f"echo >made; rm given/x.txt; {daemon(mark)}", LIMITS)
     await until_marked(mark)
     await sandbox.reset()
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     assert [info.path for info in await sandbox.list()] == ["given"]
     assert await sandbox.read("given/x.txt", 100) == b"given"
     with pytest.raises(SandboxFailure) as caught:
@@ -190,7 +190,7 @@ async def test_an_image_without_python_takes_commands_and_files_and_names_what_i
     await sandbox.run(
         SandboxCommand(arguments=["sh", "-c", f"setsid sh -c ': {mark}; sleep 300; :' & sleep 0.2"]), LIMITS
     )
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     for call, lacks in ((sandbox.session("bash"), "python3"), (sandbox.read("a/b", 9), "python3")):
         with pytest.raises(SandboxFailure, match=lacks) as caught:
             await call
@@ -208,10 +208,10 @@ async def test_a_background_process_does_not_delay_a_command(runtime: DockerRunt
         result = await sandbox.run(SandboxCommand(arguments=["bash", "-c", script, mark]), Limits(wall_s=30.0))
         assert (result.exit_code, result.limit, result.lost) == (0, None, None), script
         assert result.stdout.text.replace("y\n", "") == expected
-        assert not lives(mark)
+        assert not pids_with_mark(mark)
     waits = SandboxCommand(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
     assert (await sandbox.run(waits, Limits(wall_s=1.0))).limit == "time"
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     session = await sandbox.session("bash")
     for script, expected in G15.args[1]:
         cell = await session.run(f"export MARK={mark}; {script}", Limits(wall_s=30.0))

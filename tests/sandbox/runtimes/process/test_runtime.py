@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from headrace_sandbox.runtimes.process.runtime import ProcessRuntime
 from headrace_sandbox.runtimes.registry import make_runtime, ready_runtime
 from tests.leaks import descriptors
-from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
+from tests.sandbox.host.open_files import MOST_NEEDED, only_descriptors
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ async def test_a_programs_process_group_is_killed_at_its_end(process: ProcessRun
         SandboxCommand(arguments=["bash", "-c", "(exec -a $0 sleep 300) & cat", mark], stdin=b""), Limits(wall_s=20)
     )
     assert ended.exit_code == 0
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
 
 
 async def test_time_output_and_size_of_files_are_bounded(process: ProcessRuntime) -> None:

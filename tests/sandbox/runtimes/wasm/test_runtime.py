@@ -23,7 +23,7 @@ from headrace_sandbox.runtimes.wasm import runtime as runtime_wasm
 from headrace_sandbox.runtimes.wasm.interpreter import CompiledModules
 from headrace_sandbox.runtimes.wasm.runtime import WasmRuntime
 from tests.leaks import descriptors
-from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
+from tests.sandbox.host.open_files import MOST_NEEDED, only_descriptors
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the first one compiles the interpreter
 
@@ -413,7 +413,8 @@ import asyncio
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_sandbox.runtimes.wasm.runtime import WasmRuntime
-asyncio.run(WasmRuntime().run_code(PythonProgram(code="print('on', flush=True)\\nwhile True: pass"), Limits(wall_s=300)))
+program = PythonProgram(code="print('on', flush=True)\\nwhile True: pass")
+asyncio.run(WasmRuntime().run_code(program, Limits(wall_s=300)))
 """
 
 

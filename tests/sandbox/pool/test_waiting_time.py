@@ -19,7 +19,7 @@ from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.sandboxes import WorkerSandbox
-from tests.sandbox.serving import service
+from tests.sandbox.service.serving import service
 from tests.workers.fakes import Script, play, say
 
 pytestmark = pytest.mark.component("bubblewrap")

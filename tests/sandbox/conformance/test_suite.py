@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace_sandbox.conformance import suite
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
@@ -69,7 +69,7 @@ def test_the_page_on_sandboxes_shows_the_table() -> None:
         for case in suite.cases()
     ]
     head = "| | a program that tries | " + " | ".join(f"`{name}`" for name in columns) + " |"
-    shown = (Path(__file__).parents[2] / "docs" / "sandbox-cases.md").read_text().splitlines()
+    shown = (Path(__file__).parents[3] / "docs" / "sandbox-cases.md").read_text().splitlines()
     assert [line for line in shown if line.startswith("| ")] == [head, "| --- " * (2 + len(columns)) + "|", *rows]
 
 
@@ -79,7 +79,7 @@ def test_the_page_on_sandboxes_shows_the_table() -> None:
 )
 def test_a_runtime_without_a_column_must_be_safe_in_both_ways(outcome: str, is_met: bool) -> None:
     assert suite.columns("somebody's") == {"somebody's": "run", "somebody's code": "code"}
-    assert suite.meets(suite.Found(outcome=outcome), ()) is is_met
+    assert suite.is_expected(suite.CaseOutcome(outcome=outcome), ()) is is_met
 
 
 @pytest.mark.component("network-namespaces")
@@ -115,12 +115,12 @@ async def test_40_a_cancelled_call_leaves_nothing(run: Run) -> None:
     code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
     running = asyncio.ensure_future(run(code))
     async with asyncio.timeout(20):
-        while not lives(mark):
+        while not pids_with_mark(mark):
             await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     until = time.monotonic() + 5
-    while lives(mark) and time.monotonic() < until:
+    while pids_with_mark(mark) and time.monotonic() < until:
         await asyncio.sleep(0.01)
-    assert not lives(mark)
+    assert not pids_with_mark(mark)

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import pids_with_mark
 from headrace_sandbox.host.supervisor import sandbox_holders, this_supervisor
-from headrace_sandbox.pool.leased_sandbox import Leased
+from headrace_sandbox.pool.leased_sandbox import LeasedSandbox
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import Limits
@@ -35,7 +35,7 @@ async def pool() -> AsyncIterator[Pool]:
     await pool.close()
 
 
-async def shell(leased: Leased, script: str) -> str:
+async def shell(leased: LeasedSandbox, script: str) -> str:
     return (await leased.run(SandboxCommand(arguments=["sh", "-c", script]), LIMITS)).stdout.text
 
 
@@ -45,12 +45,12 @@ async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
     session = await first.session("bash")
     await session.run(f"echo mine > mine; rm given; (exec -a {mark} sleep 300) & export X=1", LIMITS)
     async with asyncio.timeout(30):
-        while not lives(mark):
+        while not pids_with_mark(mark):
             await asyncio.sleep(0.01)
     await first.close()
     second = await pool.lease(TEMPLATE, 60)
     assert await shell(second, "ls; cat given; echo [$X]") == "given\n1[]\n"
-    assert not lives(mark)
+    assert not pids_with_mark(mark)
     with pytest.raises(SandboxFailure, match="over"):
         await session.run("echo still there", LIMITS)
     await second.close()

@@ -14,7 +14,7 @@ from headrace_sandbox.pool.messages import PoolSettings, WarmBounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
-from tests.sandbox.memory import MemoryRuntime
+from tests.sandbox.memory_runtime import MemoryRuntime
 
 LIMITS = Limits(memory_bytes=1 << 20)
 TEMPLATE = Template(files={"a": b"1"}, limits=LIMITS)

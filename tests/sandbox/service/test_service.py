@@ -20,8 +20,8 @@ from headrace.errors import SandboxFailure, SetupError
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
-from tests.sandbox.memory import ISOLATION, MemoryRuntime
-from tests.sandbox.serving import service
+from tests.sandbox.memory_runtime import ISOLATION, MemoryRuntime
+from tests.sandbox.service.serving import service
 
 LIMITS = Limits(memory_bytes=1 << 20, wall_s=30.0)
 TEMPLATE = Template(files={"a": b"\xff\0"}, limits=LIMITS)
@@ -399,7 +399,7 @@ async def test_a_time_or_a_limit_that_is_none_is_refused(client: ServiceRuntime,
     }
     for path, body in bodies.items():
         with pytest.raises(SandboxFailure, match=r"memory_bytes is -1|ttl_s is nan") as caught:
-            await client._calls._send("POST", f"/v1/{path}", msgspec.msgpack.encode(body), 10.0, is_safe=False)
+            await client._connection._send("POST", f"/v1/{path}", msgspec.msgpack.encode(body), 10.0, is_safe=False)
         assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
     for ttl_s in (0.0, -1.0, math.inf):
         with pytest.raises(SandboxFailure, match="ttl_s"):

@@ -26,7 +26,7 @@ from headrace_sandbox.host.processes import list_pids
 from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, state_folder
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
-from tests.sandbox.serving import Process
+from tests.sandbox.service.serving import Process
 
 pytestmark = pytest.mark.component("bubblewrap")
 

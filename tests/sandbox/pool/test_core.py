@@ -11,26 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from headrace_sandbox.pool.core import FEW_DUE, Core
-from headrace_sandbox.pool.messages import (
-    Clean,
-    Close,
-    Hand,
-    Instruction,
-    Make,
-    NotMade,
-    PoolSettings,
-    Refuse,
-    Request,
-    Revoke,
-    SandboxKind,
-    Start,
-    WarmBounds,
-)
+from headrace_sandbox.pool.core import Core
+from headrace_sandbox.pool.due_times import MIN_DUE
+from headrace_sandbox.pool.instructions import Clean, Close, Instruction, LeaseSandbox, Make, Refuse, Revoke, Start
+from headrace_sandbox.pool.messages import MakeFailure, PoolSettings, Request, SandboxKind, WarmBounds
+from tests.sandbox.pool.invariants import check
 
 MIB = 1 << 20
 SMALL, LARGE = SandboxKind("small", 64 * MIB), SandboxKind("large", 256 * MIB)
-FLAKY = NotMade("sandbox-not-made", "no namespace", True)
+FLAKY = MakeFailure("sandbox-not-made", "no namespace", True)
 
 
 class Simulated:
@@ -40,7 +29,7 @@ class Simulated:
         ids = itertools.count()
         self.core = Core(PoolSettings(**bounds), lambda: f"id{next(ids)}", warm)
         self.now = 1000.0
-        self.answers: dict[str, Start | Hand | Refuse] = {}
+        self.answers: dict[str, Start | LeaseSandbox | Refuse] = {}
         self.making: list[str] = []
         self.cleaning: list[str] = []
         self.closing: list[str] = []
@@ -55,7 +44,7 @@ class Simulated:
                 case Start() | Refuse():
                     assert instruction.request not in self.answers
                     self.answers[instruction.request] = instruction
-                case Hand():
+                case LeaseSandbox():
                     assert instruction.request not in self.answers
                     assert instruction.sandbox not in self.used, "handed on without a reset"
                     self.answers[instruction.request] = instruction
@@ -68,7 +57,7 @@ class Simulated:
                     self.closing.append(instruction.sandbox)
                 case Revoke():
                     self.revoked.add(instruction.lease)
-        self.core.check()
+        check(self.core)
 
     def ask(self, owner: str = "a", kind: SandboxKind | None = None, wait_s: float = 10.0, ttl_s: float = 60.0) -> str:
         request = f"request{next(self.asked)}"
@@ -90,7 +79,7 @@ class Simulated:
 
     def give_back(self, request: str, *, reusable: bool = True) -> None:
         hand = self.answers[request]
-        assert isinstance(hand, Hand)
+        assert isinstance(hand, LeaseSandbox)
         self.take(self.core.give_back(hand.lease, reusable, self.now))
 
     def done(self, request: str) -> None:
@@ -162,7 +151,7 @@ def test_waiting_and_making_are_told_apart() -> None:
     pool.after(4.0)
     pool.make()
     hand = pool.answers[first]
-    assert isinstance(hand, Hand)
+    assert isinstance(hand, LeaseSandbox)
     assert (hand.queue_s, hand.start_s) == (0.0, 4.0)
     second = pool.ask("b", kind=SMALL, wait_s=30)
     pool.after(6.0)
@@ -170,7 +159,7 @@ def test_waiting_and_making_are_told_apart() -> None:
     pool.after(0.25)
     pool.clean()
     hand = pool.answers[second]
-    assert isinstance(hand, Hand)
+    assert isinstance(hand, LeaseSandbox)
     assert (hand.queue_s, hand.start_s) == (6.0, 0.25)
 
 
@@ -184,7 +173,7 @@ def test_a_suspicious_sandbox_is_closed_and_never_handed_on() -> None:
     assert second not in pool.answers
     pool.close()
     pool.make()
-    assert isinstance(pool.answers[second], Hand)
+    assert isinstance(pool.answers[second], LeaseSandbox)
 
 
 def test_one_that_cannot_be_reset_is_closed() -> None:
@@ -199,18 +188,18 @@ def test_one_that_cannot_be_reset_is_closed() -> None:
 def test_times_for_which_nobody_waits_any_more_take_no_memory() -> None:
     pool = Simulated(running=1, ttl_s=1e9)
     before = pool.ask(wait_s=1e9)
-    for _ in range(3 * FEW_DUE):  # all of them have to wait
+    for _ in range(3 * MIN_DUE):  # all of them have to wait
         asked = pool.ask(wait_s=1e9)
         pool.done(before)
         before = asked
     leased = pool.ask(kind=SandboxKind("small", MIB), ttl_s=1e8)
     pool.make()
     hand = pool.answers[leased]
-    assert isinstance(hand, Hand)
-    for turn in range(3 * FEW_DUE):
+    assert isinstance(hand, LeaseSandbox)
+    for turn in range(3 * MIN_DUE):
         assert pool.core.renew(hand.lease, 1e8 + turn, pool.now) is not None
-    assert len(pool.core._due) <= FEW_DUE
-    pool.after(1e8 + 3 * FEW_DUE)
+    assert len(list(pool.core._due)) <= MIN_DUE
+    pool.after(1e8 + 3 * MIN_DUE)
     assert hand.lease in pool.revoked
 
 
@@ -221,7 +210,7 @@ def test_an_expired_lease_is_taken_back_and_a_renewed_one_is_not() -> None:
     pool.make()
     pool.after(8.0)
     hand = pool.answers[kept]
-    assert isinstance(hand, Hand)
+    assert isinstance(hand, LeaseSandbox)
     assert pool.core.renew(hand.lease, 10, pool.now) == 10.0
     pool.after(2.0)
     assert pool.revoked == {pool.answers[lost].lease}  # type: ignore[union-attr]
@@ -238,7 +227,7 @@ def test_a_lease_is_renewed_no_longer_than_its_sandbox_lives() -> None:
     first = pool.ask(kind=SMALL, ttl_s=100)
     pool.make()
     hand = pool.answers[first]
-    assert isinstance(hand, Hand)
+    assert isinstance(hand, LeaseSandbox)
     pool.after(90)
     assert pool.core.renew(hand.lease, 100, pool.now) == 100.0
     pool.after(90)
@@ -261,7 +250,7 @@ def test_closing_waits_for_no_making_and_making_for_no_closing() -> None:
     assert len(again.closing) == 1  # and hangs
     second = again.ask(kind=SMALL)
     again.make()
-    assert isinstance(again.answers[second], Hand)
+    assert isinstance(again.answers[second], LeaseSandbox)
 
 
 def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> None:
@@ -270,7 +259,7 @@ def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> 
     pool.settle()
     requests = [pool.ask(kind=SMALL) for _ in range(3)]
     pool.settle()
-    assert all(isinstance(pool.answers[request], Hand) for request in requests)
+    assert all(isinstance(pool.answers[request], LeaseSandbox) for request in requests)
     for request in requests:
         pool.give_back(request)
     pool.settle()
@@ -302,7 +291,7 @@ def test_making_is_tried_again_after_a_pause_and_the_deadline_says_why_there_is_
     assert isinstance(refusal, Refuse)
     assert refusal.detail == "no sandbox within 2 s; the last one could not be made: no namespace"
     other = pool.ask(kind=LARGE)
-    pool.take(pool.core.not_made(pool.making.pop(), NotMade("not-offered", "no such thing", False), pool.now))
+    pool.take(pool.core.not_made(pool.making.pop(), MakeFailure("not-offered", "no such thing", False), pool.now))
     refused = pool.answers[other]
     assert isinstance(refused, Refuse)
     assert (refused.kind, refused.retryable) == ("not-offered", False)
@@ -317,7 +306,7 @@ def test_memory_of_all_limits_never_adds_up_to_more_than_there_is_and_the_large_
     for request in small:
         pool.done(request)
     pool.make()
-    assert isinstance(pool.answers[large], Hand)
+    assert isinstance(pool.answers[large], LeaseSandbox)
     assert started(pool, *after) == [False] * 3
     pool.give_back(large)
     pool.settle()
@@ -338,7 +327,7 @@ def test_what_waits_for_memory_of_a_lease_does_not_hold_up_what_would_fit() -> N
     for request in [name for name, answer in pool.answers.items() if isinstance(answer, Start)]:
         pool.done(request)
     pool.settle()
-    assert isinstance(pool.answers[other], Hand)
+    assert isinstance(pool.answers[other], LeaseSandbox)
 
 
 def test_what_can_never_be_is_refused_at_once() -> None:
@@ -375,8 +364,8 @@ def test_nothing_is_kept_of_kinds_and_owners_that_are_gone() -> None:
         pool.after(100.0)
         pool.settle()
     core = pool.core
-    assert (list(core._lines), core._kinds, core._pauses, core._pooled) == ([""], {}, {}, {})
-    assert core._lines[""]._served == {}
+    assert (list(core._queues), core._kinds, core._pauses, core._pooled) == ([""], {}, {}, {})
+    assert core._queues[""]._served == {}
 
 
 class Histories(RuleBasedStateMachine):
@@ -419,7 +408,7 @@ class Histories(RuleBasedStateMachine):
             case Start():
                 self.done.add(request)
                 self.pool.done(request)
-            case Hand():
+            case LeaseSandbox():
                 self.pool.give_back(request, reusable=is_reusable)
             case None:
                 self.withdrawn.add(request)
@@ -435,7 +424,7 @@ class Histories(RuleBasedStateMachine):
         if outcome == "made":
             self.pool.make()
             return
-        why = FLAKY if outcome == "flaky" else NotMade("not-offered", "no", False)
+        why = FLAKY if outcome == "flaky" else MakeFailure("not-offered", "no", False)
         self.pool.take(self.pool.core.not_made(self.pool.making.pop(0), why, self.pool.now))
 
     @precondition(lambda self: self.pool.cleaning)
@@ -454,7 +443,7 @@ class Histories(RuleBasedStateMachine):
     @rule(request=requests, ttl_s=st.sampled_from([1.0, 20.0, 100.0]))
     def renew(self, request: str, ttl_s: float) -> None:
         hand = self.pool.answers.get(request)
-        if isinstance(hand, Hand):
+        if isinstance(hand, LeaseSandbox):
             granted_s = self.pool.core.renew(hand.lease, ttl_s, self.pool.now)
             assert (granted_s is None) == (hand.lease not in self.pool.core._leases)
             assert granted_s is None or granted_s <= 20.0 + 1e-6
