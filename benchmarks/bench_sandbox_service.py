@@ -25,7 +25,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.client import client_of
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import SandboxCommand, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import BubblewrapRuntime
 from headrace_sandbox.service.server import serve_with
 from headrace_sandbox.service.settings import ServiceSettings
