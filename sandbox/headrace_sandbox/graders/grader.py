@@ -21,7 +21,7 @@ import msgspec
 from headrace_sandbox import guest
 from headrace_sandbox.graders.cases import Case, CaseResult, StdioCase
 from headrace_sandbox.graders.comparison import UnreadableAnswer, read_answer, same_text, same_value
-from headrace_sandbox.guest.values import encoded
+from headrace_sandbox.guest.values import encode
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 
@@ -103,8 +103,8 @@ def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
     """The program to run, and roughly how many bytes it should write."""
     if isinstance(case, StdioCase):
         return PythonProgram(code=source, stdin=case.stdin.encode(), domain=domain), len(case.stdout.encode())
-    request = {"source": source, "function": case.function, "arguments": encoded(case.arguments)}
-    expected_bytes = len(msgspec.json.encode(encoded(case.expected)))
+    request = {"source": source, "function": case.function, "arguments": encode(case.arguments)}
+    expected_bytes = len(msgspec.json.encode(encode(case.expected)))
     return PythonProgram(code=FUNCTION_CALL, stdin=msgspec.json.encode(request), domain=domain), expected_bytes
 
 

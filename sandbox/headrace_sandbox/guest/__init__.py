@@ -1,1 +1,1 @@
-"""Programs that run inside sandboxes, by the Python there, which gets them as files."""
+"""Programs that run inside sandboxes, on the Python there, which receives them as text."""

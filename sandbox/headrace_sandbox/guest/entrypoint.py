@@ -1,8 +1,8 @@
-"""Runs inside a container: puts files in place, then is the program.
+"""Runs inside a container: writes files, then becomes the program.
 
-* A Python program runs in this very interpreter, and sees nothing of this module.
-* Another command takes this process's place.
-* What is left of standard input is the program's own.
+* A Python program runs in this interpreter, and cannot see this module.
+* Another command replaces this process.
+* The rest of standard input belongs to the program.
 """
 
 import base64
@@ -12,7 +12,7 @@ import sys
 from types import TracebackType
 
 
-def put(files: dict[str, str]) -> None:
+def write_files(files: dict[str, str]) -> None:
     for path, content in files.items():
         folder = os.path.dirname(path)
         if folder:
@@ -21,19 +21,20 @@ def put(files: dict[str, str]) -> None:
             file.write(base64.b64decode(content))
 
 
-def without_own_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename != "main.py":
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def main() -> None:
-    """The argument is JSON: ``files`` (base64 by path), ``arguments``, and ``code`` of a Python program or null."""
+    """Run the program in the argument, which is JSON: ``files`` (base64 by path), ``arguments``, and ``code`` of a
+    Python program or null."""
     request = json.loads(sys.argv[1])
     try:
-        put(request["files"])
+        write_files(request["files"])
     except OSError as error:
-        sys.stderr.write(f"files could not be put in place: {error}\n")
+        sys.stderr.write(f"files could not be written: {error}\n")
         sys.exit(126)
     arguments = request["arguments"]
     if request["code"] is None:
@@ -44,7 +45,7 @@ def main() -> None:
             sys.exit(127)
     sys.argv = ["main.py", *arguments]
     sys.path.insert(0, os.getcwd())
-    sys.excepthook = without_own_frames
+    sys.excepthook = print_traceback
     module = type(sys)("__main__")
     module.__dict__.update(__file__="main.py", __builtins__=__builtins__)
     sys.modules["__main__"] = module

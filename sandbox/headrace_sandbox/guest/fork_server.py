@@ -1,22 +1,20 @@
 """Runs inside a sandbox: a warm interpreter that forks one isolated child for each execution.
 
-* Each execution has namespaces, a scratch folder, limits and a filter of its own; nothing is left of it for the next.
-* The program is a child of a process 1 of its own, which it cannot reach, and which reports how it ended.
-* A child is forked in its control group, and waits there for its program, isolated already.
-* The server and its slots hold no secret, and run nothing of a program's in themselves.
+* Each execution has namespaces, a scratch folder, limits and a filter of its own; the next one finds nothing of it.
+* The program is a child of its own process 1, which it cannot reach, and which reports its end.
+* A child is forked in its control group, and waits there for its program, already isolated.
+* The server and its slots hold no secret, and run no code of a program.
 
-The server gets a socket for each slot, with the entries of its control group, as one packet on standard input, and
-forks a process for it. On its socket that one, and each process 1 that it forks, tell with their credentials where they
-are:
+For each slot the server gets a packet on standard input with a socket and the entries of the slot's control group, and
+forks a process. On that socket the slot, and each process 1 that it forks, send these packets with their credentials:
 
-* ``s``: the slot is there, and in its group if that has entries; it waits for a byte, before which the supervisor puts
-  it there if not;
-* ``r``: a process 1 is there, and a child of it waits for a request: the descriptors stdin, stdout, stderr and a file
-  with JSON;
-* ``f`` and why: that child could not be isolated, and ran nothing;
-* ``e`` and eight bytes: the program ended with this wait status, and whether its scratch folder was full then, if it
-  failed; without it process 1 was killed;
-* ``g``: process 1 is gone, and with it everything that the program started.
+* ``s``: the slot runs, and is in its group if that has entries; it waits for a byte, before which the supervisor adds
+  it to the group otherwise;
+* ``r``: a process 1 runs, and its child waits for a request: the descriptors stdin, stdout, stderr and a JSON file;
+* ``f`` and the reason: the child could not be isolated, and ran nothing;
+* ``e`` and eight bytes: the program's wait status, and 1 if it failed with a full scratch folder; if this packet is
+  missing, process 1 was killed;
+* ``g``: process 1 has ended, and with it everything that the program started.
 """
 
 import array
@@ -46,53 +44,53 @@ from headrace_sandbox.guest.isolation import (
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
     bring_loopback_up,
-    give_up_privileges,
+    check_call,
+    drop_privileges,
     is_full,
-    limit,
     make_mounts_private,
     map_user,
     mount_memory,
     mount_proc,
     mount_terminals,
-    must,
     prctl,
+    set_rlimits,
 )
 
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call
 MADV_DONTNEED = 4
-MOST_TOLD = 500  # bytes of why it failed
+MOST_REASON_BYTES = 500
 MOST_RECEIVED = 16  # descriptors in a packet
-MOST_DESCRIPTORS = 256  # far above what this has open
+MOST_DESCRIPTORS = 256  # far above the number of open ones
 
-keeping_the_lock = ctypes.PyDLL(None, use_errno=True)
+libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # does not release Python's lock during a call
 
 
 def serve(requests: socket.socket, filter_: bytes) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # slots are reaped by the kernel
     clone = CLONE[os.uname().machine]
     uid, gid = os.getuid(), os.getgid()
-    while descriptors := received(requests):
+    while descriptors := receive_descriptors(requests):
         if os.fork() == 0:
             try:
                 requests.close()
-                enter(descriptors[1:])
-                be_slot(socket.socket(fileno=descriptors[0]), clone, uid, gid, filter_)
+                enter_group(descriptors[1:])
+                run_slot(socket.socket(fileno=descriptors[0]), clone, uid, gid, filter_)
             finally:
                 os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def enter(entries: list[int]) -> None:
-    """Enter a control group: this process has one thread."""
+def enter_group(entries: list[int]) -> None:
+    """Enter a control group; this process must have one thread."""
     for entry in entries:
         os.write(entry, b"0")
         os.close(entry)
 
 
-def received(requests: socket.socket) -> list[int]:
-    """The descriptors of the next packet; empty at the end."""
+def receive_descriptors(requests: socket.socket) -> list[int]:
+    """Receive the descriptors of the next packet; empty at the end."""
     _, ancillary, _, _ = requests.recvmsg(1, socket.CMSG_SPACE(4 * MOST_RECEIVED))
     descriptors = array.array("i")
     for _level, _type, data in ancillary:
@@ -100,36 +98,36 @@ def received(requests: socket.socket) -> list[int]:
     return list(descriptors)
 
 
-def be_slot(requests: socket.socket, clone: int, uid: int, gid: int, filter_: bytes) -> None:
-    """Fork one process 1 after the other, in namespaces of its own, until nobody listens any more."""
+def run_slot(requests: socket.socket, clone: int, uid: int, gid: int, filter_: bytes) -> None:
+    """Fork one process 1 after the other, each in namespaces of its own, until the supervisor closes the socket."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     requests.send(b"s")
     if not requests.recv(1):
         return
     while True:
-        # One fork that makes the namespaces too; it is that of the C library in all that matters to one thread.
-        first = keeping_the_lock.syscall(clone, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
-        must(first, "clone")
-        if first == 0:
+        # A fork and its namespaces in one call; for one thread it is equivalent to the C library's fork.
+        init = libc_with_gil.syscall(clone, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+        check_call(init, "clone")
+        if init == 0:
             try:
-                be_first(requests, uid, gid, filter_)
+                run_init(requests, uid, gid, filter_)
             finally:
                 os._exit(0)
-        os.waitpid(first, 0)
+        os.waitpid(init, 0)
         requests.send(b"g")
 
 
-def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> None:
-    """Serve as process 1: start a program, and report its end. Its own end kills all that it started. It does no
-    more, since each page of memory that it touches is copied."""
+def run_init(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> None:
+    """Serve as process 1: start a program, and report its end. The end of process 1 kills everything that the program
+    started. It does nothing else, because each page of memory that it touches is copied."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     map_user(uid, gid)
     prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot write into this memory
     program = os.fork()
     if program == 0:
-        be_program(requests, filter_)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a process 1 does not get, and Python would handle
+        run_program(requests, filter_)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 does not receive it, and Python would handle it
     requests.send(b"r")
     for descriptor in (0, 1, 2):
         os.close(descriptor)
@@ -140,22 +138,22 @@ def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> Non
             return
 
 
-def be_program(requests: socket.socket, filter_: bytes) -> None:
-    """Serve as the program's process: isolate it, wait for the program, run it, and end as the interpreter would."""
+def run_program(requests: socket.socket, filter_: bytes) -> None:
+    """Serve as the program's process: isolate it, wait for the program, run it, and exit as the interpreter would."""
     try:
         make_mounts_private()
         mount_terminals()
         mount_proc()
         bring_loopback_up()
-        descriptors = received(requests)
+        descriptors = receive_descriptors(requests)
         if not descriptors:
             os._exit(0)
         with os.fdopen(descriptors.pop(), "rb") as file:
             request = json.load(file)
         prepare_files(request)
         become_unprivileged(request, descriptors, filter_)
-    except BaseException as error:  # noqa: BLE001 - told to the supervisor, whose failure it is
-        requests.send(b"f" + repr(error).encode()[:MOST_TOLD])
+    except BaseException as error:  # noqa: BLE001 - reported to the supervisor, as its failure
+        requests.send(b"f" + repr(error).encode()[:MOST_REASON_BYTES])
         os._exit(1)
     status = 127
     try:
@@ -163,7 +161,7 @@ def be_program(requests: socket.socket, filter_: bytes) -> None:
     except SystemExit as end:
         status = exit_code(end)
     except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
-        sys.excepthook(*without_own_frames(error))
+        sys.excepthook(*without_server_frames(error))
         status = 1
     finally:
         try:
@@ -176,7 +174,7 @@ def be_program(requests: socket.socket, filter_: bytes) -> None:
 
 
 def prepare_files(request: dict[str, Any]) -> None:
-    """A scratch folder of its own, and shared memory."""
+    """Mount a scratch folder and shared memory, and write the program's files."""
     for folder in ("/scratch", "/dev/shm"):
         mount_memory(folder, request["disk_bytes"], request["inodes"])
     os.chdir("/scratch")
@@ -189,16 +187,16 @@ def prepare_files(request: dict[str, Any]) -> None:
 
 
 def become_unprivileged(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
-    """Keep three descriptors, and give up every privilege."""
+    """Keep three descriptors, and drop all privileges."""
     prctl(PR_SET_DUMPABLE, 1)
-    be_killed_first()
+    raise_oom_score()
     if request["processors"]:
         os.sched_setaffinity(0, request["processors"])
-    limit(request["rlimits"])
+    set_rlimits(request["rlimits"])
     os.setsid()
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
-    give_up_privileges(filter_)
+    drop_privileges(filter_)
     os.closerange(3, MOST_DESCRIPTORS)
 
 
@@ -220,8 +218,8 @@ def run(request: dict[str, Any]) -> int:
     return 0
 
 
-def be_killed_first() -> None:
-    """Make the kernel choose this process, not the waiting ones, when memory runs out."""
+def raise_oom_score() -> None:
+    """Have the kernel kill this process, not the waiting ones, when memory runs out."""
     descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
     os.write(descriptor, b"1000")
     os.close(descriptor)
@@ -236,21 +234,21 @@ def exit_code(end: SystemExit) -> int:
     return 1
 
 
-def without_own_frames(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
+def without_server_frames(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return type(error), error.with_traceback(trace), trace
 
 
-def give_back_memory() -> None:
-    """Return what only the start needed: freed memory, and pages of code, which stay in the page cache."""
-    keeping_the_lock.malloc_trim(0)
+def release_memory() -> None:
+    """Release memory that only the start needed: freed memory, and pages of code, which stay in the page cache."""
+    libc_with_gil.malloc_trim(0)
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0] for line in maps if " r-xp " in line and "/" in line]
     for start, end in (span.split("-") for span in spans):
         length = int(end, 16) - int(start, 16)
-        keeping_the_lock.madvise(ctypes.c_void_p(int(start, 16)), ctypes.c_size_t(length), MADV_DONTNEED)
+        libc_with_gil.madvise(ctypes.c_void_p(int(start, 16)), ctypes.c_size_t(length), MADV_DONTNEED)
 
 
 def main() -> None:
@@ -259,12 +257,12 @@ def main() -> None:
         filter_ = file.read()
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` has them, and programs use them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` defines them, and programs use them
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     requests.send(b"ready")
     gc.collect()
-    give_back_memory()
-    gc.freeze()  # so that a child's collector does not copy the pages of what is shared
+    release_memory()
+    gc.freeze()  # so that a child's collector does not copy shared pages
     serve(requests, filter_)

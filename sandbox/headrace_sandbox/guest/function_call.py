@@ -1,13 +1,13 @@
-"""Runs inside a sandbox, in the process of a submission: calls a function of it, and writes what that gave as data.
+"""Runs inside a sandbox, in the process of a submission: calls one of its functions, and writes the result as data.
 
-Nothing here is secret and nothing here decides: whoever takes this program over can only write another answer. The text
-of ``values.py`` stands before it.
+This program contains no secret and decides nothing: a submission that takes it over can only write another answer. The
+text of ``values.py`` precedes it.
 """
 
 import json
 import sys
 
-from headrace_sandbox.guest.values import decoded, encoded
+from headrace_sandbox.guest.values import decode, encode
 
 
 def call(source: str, function: str, arguments: list[object]) -> object:
@@ -25,8 +25,8 @@ def call(source: str, function: str, arguments: list[object]) -> object:
 def main() -> None:
     answer, sys.stdout = sys.stdout, sys.stderr  # the submission's own output is not an answer
     request = json.load(sys.stdin)
-    value = call(request["source"], request["function"], decoded(request["arguments"]))
-    answer.write(json.dumps(encoded(value)))
+    value = call(request["source"], request["function"], decode(request["arguments"]))
+    answer.write(json.dumps(encode(value)))
     answer.flush()
 
 

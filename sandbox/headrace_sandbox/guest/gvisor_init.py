@@ -1,16 +1,15 @@
-"""Runs as process 1 of a gVisor sandbox: starts programs on request, and carries their input and output.
+"""Runs as process 1 of a gVisor sandbox: starts programs on request, and forwards their input and output.
 
-* Each program, and each session, has a namespace of process ids of its own; when its first process ends, or is killed,
-  all that was started there ends with it.
-* It runs as a user without privileges. This process and the first one of each namespace are root of the sandbox, which
-  is nobody on the machine, and out of its reach.
-* How a program ended is told by the first process of its namespace, over a pipe that the program does not have.
-* One waits in a namespace that was made before it was asked for, bounded already, so that a program does not wait for
-  that.
-* It ends with its standard input, so that no sandbox outlives its supervisor, and after the time that it is given.
+* Each program and each session has its own namespace of process ids; when its first process ends, everything that was
+  started there ends with it.
+* A program runs as a user without privileges. This process and the first one of each namespace are root in the sandbox,
+  which has no rights on the machine; programs cannot reach them.
+* A program's end is reported by the first process of its namespace, over a pipe that the program does not have.
+* One process waits in a prepared namespace, already bounded, so that the next program need not wait for that.
+* The sandbox ends with its standard input, so that it does not outlive its supervisor, and at its expiry.
 
-Frames go both ways, over standard input and output: kind, number of the program, length, content. Content of START is
-JSON: ``do`` (command, files, session), and what each needs.
+Frames go both ways, over standard input and output: kind, number of the program, length, content. The content of START
+is JSON: ``do`` (command, files, session), and its arguments.
 """
 
 import contextlib
@@ -32,31 +31,31 @@ from headrace_sandbox.guest.isolation import (
     MS_NOSUID,
     PR_CAPBSET_DROP,
     PR_SET_DUMPABLE,
-    default_signals,
-    give_up_privileges,
+    check_call,
+    drop_privileges,
     is_full,
     libc,
-    limit,
     make_mounts_private,
     mount_proc,
-    must,
     prctl,
+    restore_signals,
+    set_rlimits,
 )
 
 HEADER = struct.Struct(">BII")
 START, INPUT, KILL = 1, 2, 3
-READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
-END = struct.Struct(">iI?")  # wait status, or -1 if unknown; if it failed, threads left and whether scratch was full
+READY, STARTED, STDOUT, STDERR, INPUT_TAKEN, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
+END = struct.Struct(">iI?")  # wait status, -1 if unknown; after a failure: other threads, and if scratch was full
 
 MNT_DETACH = 2
-LONGEST_S = 1e9  # that a timer takes, and more than any machine runs
-MOST_FILES = 1024  # of this process
+LONGEST_S = 1e9  # a timer accepts it, and it exceeds any machine's uptime
+MOST_FILES = 1024  # descriptors of this process
 READ_BYTES = 64 << 10
-MOST_LEFT_BYTES = 1 << 20  # of a pipe
+MOST_DRAINED_BYTES = 1 << 20  # read from a pipe after a program's end
 USER = 1000
 SCRATCH, SHARED_MEMORY, SESSION = "/scratch", "/dev/shm", "/dev/session"
 SESSION_BYTES = 4 << 20  # for the text of a cell, and two pipes
-TOLD, ASKED = 3, 4  # descriptors: where the first process of a namespace tells, and the request is read
+REPORT, REQUEST = 3, 4  # descriptors in a namespace: reports of its first process, and the request
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -70,17 +69,18 @@ def send(kind: int, number: int, content: bytes = b"") -> None:
 
 
 class Program:
-    """One that runs, or waits for ``asks``, the request. ``first``: the first process of its namespace, which tells on
-    ``told``; ``outputs``: the kind of frame by descriptor; ``waiting``: input that it has not taken yet."""
+    """A program that runs, or waits for its request on ``request_pipe``. ``init_pid``: the first process of its
+    namespace, which reports on ``report_pipe``; ``outputs``: the kind of frame by descriptor; ``pending_input``: input
+    that it has not read yet."""
 
-    def __init__(self, first: int, asks: int, stdin: int, told: int, outputs: dict[int, int]) -> None:
+    def __init__(self, init_pid: int, request_pipe: int, stdin: int, report_pipe: int, outputs: dict[int, int]) -> None:
         self.number = 0
-        self.first = first
-        self.asks = asks
+        self.init_pid = init_pid
+        self.request_pipe = request_pipe
         self.stdin = stdin
-        self.told = told
+        self.report_pipe = report_pipe
         self.outputs = outputs
-        self.waiting = b""
+        self.pending_input = b""
         self.report = b""
 
 
@@ -104,14 +104,14 @@ class GuestServer:
 
     def serve(self) -> None:
         send(READY, 0)
-        self.spare = self.make(None)
+        self.spare = self.make_namespace(None)
         while True:
             for descriptor, _events in self.poll.poll():
                 if descriptor == 0:
                     if not self.receive():
                         return
                 elif descriptor in self.by_descriptor:
-                    self.move(descriptor, self.by_descriptor[descriptor])
+                    self.handle_event(descriptor, self.by_descriptor[descriptor])
 
     def receive(self) -> bool:
         data = os.read(0, READ_BYTES)
@@ -136,100 +136,100 @@ class GuestServer:
         elif number in self.programs:
             program = self.programs[number]
             if kind == KILL:
-                os.kill(program.first, signal.SIGKILL)
+                os.kill(program.init_pid, signal.SIGKILL)
             elif kind == INPUT:
-                self.feed(program, content)
+                self.write_input(program, content)
 
     def start(self, number: int, content: bytes) -> None:
         request = json.loads(content)
         if request["do"] == "session":
-            program = self.make(request)
+            program = self.make_namespace(request)
         else:
-            program, self.spare = self.spare or self.make(None), None
+            program, self.spare = self.spare or self.make_namespace(None), None
         program.number = number
         self.programs[number] = program
-        for descriptor in (program.told, *program.outputs):
+        for descriptor in (program.report_pipe, *program.outputs):
             self.by_descriptor[descriptor] = program
             self.poll.register(descriptor, select.POLLIN)
-        with contextlib.suppress(BrokenPipeError):  # it is gone, and will be found so
-            write_all(program.asks, content)
-        os.close(program.asks)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the report shows
+            write_all(program.request_pipe, content)
+        os.close(program.request_pipe)
 
-    def make(self, session_request: dict[str, Any] | None) -> Program:
-        """A namespace with its first process, which hosts a session; or it has a program, which waits for a request."""
-        asked, asks = os.pipe()
+    def make_namespace(self, session_request: dict[str, Any] | None) -> Program:
+        """Make a namespace with its first process, which hosts a session, or has a program that waits for a request."""
+        request_end, request_pipe = os.pipe()
         stdin, our_stdin = os.pipe()
         our_stdout, stdout = os.pipe()
         our_stderr, stderr = os.pipe()
-        our_told, told = os.pipe()
-        must(libc.unshare(CLONE_NEWPID), "unshare")
-        first = os.fork()
-        if first == 0:
+        our_report, report_pipe = os.pipe()
+        check_call(libc.unshare(CLONE_NEWPID), "unshare")
+        init_pid = os.fork()
+        if init_pid == 0:
             try:
-                keep_only(stdin, stdout, stderr, told, asked)
-                NamespaceInit(self.bounds).be(session_request)
-            except BaseException:  # noqa: BLE001 - shown, and the end of this process
+                keep_only(stdin, stdout, stderr, report_pipe, request_end)
+                NamespaceInit(self.bounds).run(session_request)
+            except BaseException:  # noqa: BLE001 - printed before this process ends
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
-        for descriptor in (stdin, stdout, stderr, told, asked):
+        for descriptor in (stdin, stdout, stderr, report_pipe, request_end):
             os.close(descriptor)
         os.set_blocking(our_stdin, False)
-        return Program(first, asks, our_stdin, our_told, {our_stdout: STDOUT, our_stderr: STDERR})
+        return Program(init_pid, request_pipe, our_stdin, our_report, {our_stdout: STDOUT, our_stderr: STDERR})
 
-    def move(self, descriptor: int, program: Program) -> None:
-        """Something can be done with a descriptor of a program."""
+    def handle_event(self, descriptor: int, program: Program) -> None:
+        """Handle a program's descriptor that can be read or written."""
         if descriptor == program.stdin:
-            self.feed(program, b"")
+            self.write_input(program, b"")
             return
         data = os.read(descriptor, READ_BYTES)
-        if descriptor == program.told:
-            self.hear(program, data)
+        if descriptor == program.report_pipe:
+            self.read_report(program, data)
         elif data:
             send(program.outputs[descriptor], program.number, data)
         else:
-            self.forget(descriptor)
+            self.close_descriptor(descriptor)
 
-    def feed(self, program: Program, content: bytes) -> None:
-        """More input, or room for what waits. The supervisor sends the next only when this is taken; empty is its
-        end."""
+    def write_input(self, program: Program, content: bytes) -> None:
+        """Write input to a program, as far as it has room. The supervisor sends more once this is written; empty
+        content is the end."""
         if program.stdin < 0:
             return
-        if not content and not program.waiting:
+        if not content and not program.pending_input:
             self.close_input(program)
             return
-        program.waiting += content
+        program.pending_input += content
         try:
-            program.waiting = program.waiting[os.write(program.stdin, program.waiting) :]
+            program.pending_input = program.pending_input[os.write(program.stdin, program.pending_input) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
             self.close_input(program)
             return
-        if program.waiting:
+        if program.pending_input:
             self.by_descriptor[program.stdin] = program
             self.poll.register(program.stdin, select.POLLOUT)
         else:
             if self.by_descriptor.pop(program.stdin, None):
                 self.poll.unregister(program.stdin)
-            send(TOOK, program.number)
+            send(INPUT_TAKEN, program.number)
 
     def close_input(self, program: Program) -> None:
         if program.stdin >= 0:
             if self.by_descriptor.pop(program.stdin, None):
                 self.poll.unregister(program.stdin)
             os.close(program.stdin)
-            program.stdin, program.waiting = -1, b""
+            program.stdin, program.pending_input = -1, b""
 
-    def hear(self, program: Program, data: bytes) -> None:
-        """Read a report of a namespace's first process: that its program starts, or how it ended."""
+    def read_report(self, program: Program, data: bytes) -> None:
+        """Read a report of a namespace's first process: the start or the end of its program."""
         if not program.report and data[:1] == b"s":
             send(STARTED, program.number)
         program.report += data
         if data:
             return
-        self.forget(program.told)
-        os.waitpid(program.first, 0)  # and everything in its namespace is gone
+        self.close_descriptor(program.report_pipe)
+        os.waitpid(program.init_pid, 0)  # everything in its namespace has ended too
         for descriptor in program.outputs:
             self.drain(descriptor, program)
         self.close_input(program)
@@ -239,39 +239,40 @@ class GuestServer:
         else:
             send(FAILED, program.number)
         if self.spare is None:
-            self.spare = self.make(None)
+            self.spare = self.make_namespace(None)
 
     def drain(self, descriptor: int, program: Program) -> None:
-        """Read what a program left in a pipe. Only processes that got the descriptor from it may still write there."""
+        """Forward the rest of a program's output. Only processes that received the descriptor from it may still
+        write."""
         if descriptor not in self.by_descriptor:
             return
         os.set_blocking(descriptor, False)
-        left = MOST_LEFT_BYTES
+        remaining = MOST_DRAINED_BYTES
         try:
-            while left > 0 and (data := os.read(descriptor, READ_BYTES)):
-                left -= len(data)
+            while remaining > 0 and (data := os.read(descriptor, READ_BYTES)):
+                remaining -= len(data)
                 send(program.outputs[descriptor], program.number, data)
         except BlockingIOError:
             pass
-        self.forget(descriptor)
+        self.close_descriptor(descriptor)
 
-    def forget(self, descriptor: int) -> None:
+    def close_descriptor(self, descriptor: int) -> None:
         del self.by_descriptor[descriptor]
         self.poll.unregister(descriptor)
         os.close(descriptor)
 
 
 class NamespaceInit:
-    """The first process of a namespace. It is root, so no program can signal it, write into it, or tell in its place;
-    that of a session acts as the programs' user, for the session's files are theirs too."""
+    """The first process of a namespace. It is root, so programs cannot signal it, write into it, or report in its
+    place; that of a session acts as the programs' user, who owns the session's files too."""
 
     def __init__(self, bounds: GuestBounds) -> None:
         self.bounds = bounds
         self.request: dict[str, Any] = {}
 
-    def be(self, session_request: dict[str, Any] | None) -> None:
+    def run(self, session_request: dict[str, Any] | None) -> None:
         prctl(PR_SET_DUMPABLE, 0)
-        must(libc.unshare(CLONE_NEWNS), "unshare")
+        check_call(libc.unshare(CLONE_NEWNS), "unshare")
         make_mounts_private()
         mount_proc()
         os.chdir(SCRATCH)
@@ -285,33 +286,33 @@ class NamespaceInit:
         if program == 0:
             status = 126
             try:
-                status = self.be_program()
-            except BaseException:  # noqa: BLE001 - shown, and the end of this process
+                status = self.run_program()
+            except BaseException:  # noqa: BLE001 - printed before this process ends
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(status)
-        for descriptor in (0, 1, 2, ASKED):
+        for descriptor in (0, 1, 2, REQUEST):
             os.close(descriptor)
         while True:
             pid, status = os.wait()
             if pid == program:
                 failed = status != 0
-                os.write(TOLD, END.pack(status, threads_left() if failed else 0, failed and is_full(SCRATCH)))
+                os.write(REPORT, END.pack(status, count_other_threads() if failed else 0, failed and is_full(SCRATCH)))
                 os._exit(0)
 
-    def be_program(self) -> int:
-        """A command, or what is done with files by the same rights. Waits for the request; gives the exit code if it is
-        not another program by then."""
+    def run_program(self) -> int:
+        """Wait for the request, and run a command, or a file operation with the same rights. Returns the exit code
+        unless a command replaced this process."""
         os.setsid()
         self.become_user()
-        self.be_bounded()
-        with os.fdopen(ASKED, "rb") as asked:
-            self.request = json.load(asked)
-        os.write(TOLD, b"s")
-        os.close(TOLD)
+        self.set_limits()
+        with os.fdopen(REQUEST, "rb") as request_end:
+            self.request = json.load(request_end)
+        os.write(REPORT, b"s")
+        os.close(REPORT)
         if self.request["do"] == "files":
             return files.run(self.request)
-        default_signals()
+        restore_signals()
         arguments = self.request["arguments"]
         try:
             os.execvpe(arguments[0], arguments, self.request["environment"])
@@ -327,14 +328,14 @@ class NamespaceInit:
         mount_memory(SESSION, SESSION_BYTES)
         os.setegid(USER)
         os.seteuid(USER)
-        os.write(TOLD, b"s")
-        session_host.Host(self.request, channel, SESSION, self.become_program, output).serve()
+        os.write(REPORT, b"s")
+        session_host.GuestSessionHost(self.request, channel, SESSION, self.become_program, output).serve()
 
     def become_program(self) -> None:
-        """Give up privileges, in a process that will be the program of a session."""
+        """Drop privileges, in a process that will be the program of a session."""
         os.seteuid(0)
         self.become_user()
-        self.be_bounded()
+        self.set_limits()
 
     def become_user(self) -> None:
         """Become the programs' user, irreversibly."""
@@ -342,11 +343,11 @@ class NamespaceInit:
         os.setresuid(USER, USER, USER)
         prctl(PR_SET_DUMPABLE, 1)
 
-    def be_bounded(self) -> None:
+    def set_limits(self) -> None:
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, processors[: math.ceil(self.bounds.cpus)])
-        limit(self.bounds.rlimits)
-        give_up_privileges(self.bounds.filter)
+        set_rlimits(self.bounds.rlimits)
+        drop_privileges(self.bounds.filter)
 
 
 def keep_only(*descriptors: int) -> None:
@@ -354,18 +355,18 @@ def keep_only(*descriptors: int) -> None:
     for target, descriptor in enumerate([os.dup(descriptor) for descriptor in descriptors]):
         os.dup2(descriptor, target)
     os.closerange(len(descriptors), MOST_FILES)
-    for descriptor in (TOLD, ASKED):
+    for descriptor in (REPORT, REQUEST):
         os.set_inheritable(descriptor, False)
 
 
-def drop_bounds() -> None:
-    """No program that is started from here on can have a capability, whatever it is."""
+def drop_capability_bounds() -> None:
+    """Ensure that no program that is started from here on can have a capability."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             return
 
 
-def threads_left() -> int:
+def count_other_threads() -> int:
     """The number of other threads in this namespace."""
     count = 0
     for name in os.listdir("/proc"):
@@ -378,19 +379,20 @@ def threads_left() -> int:
 
 
 def mount_memory(folder: str, size_bytes: int) -> None:
-    """A folder of the programs' user, in bounded memory; gVisor cannot bound how many files there are."""
+    """Mount a folder of the programs' user in bounded memory; gVisor cannot bound the number of its files."""
     options = f"size={size_bytes},mode=0700,uid={USER},gid={USER}".encode()
-    must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+    check_call(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
 
 def prepare_files(disk_bytes: int) -> None:
-    """The folders that programs may write to. An old runsc fails here: it cannot list a folder on a newer kernel."""
+    """Mount the folders that programs may write to. An old runsc fails here: it cannot list folders on newer
+    kernels."""
     if "usr" not in os.listdir("/"):
         raise OSError("the root has no files")
-    for folder in ("/tmp", "/sys"):  # gVisor's own: the first has no bound, and is a link to the scratch folder
+    for folder in ("/tmp", "/sys"):  # mounted by gVisor; the first is unbounded, and hides a link to the scratch folder
         libc.umount2(folder.encode(), MNT_DETACH)
     for folder in (SCRATCH, SHARED_MEMORY):
-        if not os.path.isdir(folder):  # in an image
+        if not os.path.isdir(folder):  # an image may not have it
             os.mkdir(folder)
         mount_memory(folder, disk_bytes)
     os.mkdir(SESSION)
@@ -398,11 +400,11 @@ def prepare_files(disk_bytes: int) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    # Its signal ends this process, and all that runs here.
+    # The timer's signal ends this process, and with it the sandbox.
     signal.setitimer(signal.ITIMER_REAL, min(options["ttl_s"], LONGEST_S))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_files(options["disk_bytes"])
-    drop_bounds()
+    drop_capability_bounds()
     gc.collect()
-    gc.freeze()  # so that a child's collector does not copy the pages of what is shared
+    gc.freeze()  # so that a child's collector does not copy shared pages
     GuestServer(GuestBounds(bytes.fromhex(options["filter"]), options["cpus"], options["rlimits"])).serve()

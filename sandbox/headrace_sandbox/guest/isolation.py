@@ -1,10 +1,10 @@
-"""Runs inside a sandbox: what a process does to be isolated from the others there.
+"""Runs inside a sandbox: steps by which a process isolates itself from the others there.
 
 * A process may have namespaces, a /proc and a loopback interface of its own.
-* A program runs without any privilege, under a filter of system calls and limits, which it cannot take back.
+* A program runs without privileges, under limits and a filter of system calls that it cannot remove.
 
-The files of this folder are given to the sandbox's own Python as they stand, so they import nothing but the standard
-library and each other.
+The sandbox's own Python receives the files of this folder unchanged, so they import only the standard library and each
+other.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ CAPABILITY_VERSION_3 = 0x20080522
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def must(result: int, what: str) -> None:
+def check_call(result: int, action: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
 
 
-def prctl(option: int, value: int, what: str = "prctl") -> None:
-    must(libc.prctl(option, value, 0, 0, 0), what)
+def prctl(option: int, value: int, action: str = "prctl") -> None:
+    check_call(libc.prctl(option, value, 0, 0, 0), action)
 
 
 def unshare_user(flags: int) -> None:
-    """New namespaces, and one of users that owns them, in which this user keeps its number."""
+    """Make namespaces, and a user namespace that owns them, in which this user keeps its number."""
     uid, gid = os.getuid(), os.getgid()
-    must(libc.unshare(CLONE_NEWUSER | flags), "unshare")
+    check_call(libc.unshare(CLONE_NEWUSER | flags), "unshare")
     map_user(uid, gid)
 
 
 def map_user(uid: int, gid: int) -> None:
-    """Map this user to its own number, in a new user namespace."""
+    """Map this user to its own number in a new user namespace."""
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(descriptor, line.encode())
@@ -60,36 +60,36 @@ def map_user(uid: int, gid: int) -> None:
 
 
 def make_mounts_private() -> None:
-    must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount /")
+    check_call(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount /")
 
 
 def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
     """Mount a folder in bounded memory."""
     options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
-    must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+    check_call(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
 
 def is_full(folder: str | int) -> bool:
     """True if the file system is full, in bytes or in files; a count of 0 means unlimited."""
-    found = os.statvfs(folder)
-    return bool((found.f_blocks and not found.f_bavail) or (found.f_files and not found.f_favail))
+    status = os.statvfs(folder)
+    return bool((status.f_blocks and not status.f_bavail) or (status.f_files and not status.f_favail))
 
 
 def make_read_only(folder: str) -> None:
     """Make a folder read-only in this mount namespace; its pipes stay writable."""
     flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
-    must(libc.mount(None, folder.encode(), None, flags, None), f"mount {folder}")
+    check_call(libc.mount(None, folder.encode(), None, flags, None), f"mount {folder}")
 
 
 def mount_terminals() -> None:
-    """Pseudo-terminals that this process sees, and no others do."""
+    """Mount pseudo-terminals that only this process and its children see."""
     options = b"newinstance,ptmxmode=0666"
-    must(libc.mount(b"devpts", b"/dev/pts", b"devpts", MS_NOSUID | MS_NOEXEC, options), "mount /dev/pts")
+    check_call(libc.mount(b"devpts", b"/dev/pts", b"devpts", MS_NOSUID | MS_NOEXEC, options), "mount /dev/pts")
 
 
 def mount_proc() -> None:
-    """A /proc of the processes that this one sees, and of no others."""
-    must(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")
+    """Mount a /proc that shows only the processes of this namespace."""
+    check_call(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")
 
 
 def bring_loopback_up() -> None:
@@ -98,25 +98,25 @@ def bring_loopback_up() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
 
 
-def default_signals() -> None:
-    """Restore the signals that Python ignores, before a program takes this process over."""
+def restore_signals() -> None:
+    """Restore the signals that Python ignores, before a program replaces this process."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 
 
-def limit(rlimits: dict[str, Any]) -> None:
+def set_rlimits(rlimits: dict[str, Any]) -> None:
     for name, value in rlimits.items():
         number = getattr(resource, name)
         resource.setrlimit(number, (value, value))
 
 
-def give_up_privileges(filter_: bytes) -> None:
+def drop_privileges(filter_: bytes) -> None:
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
-    must(libc.capset(header, bytes(24)), "capset")
+    check_call(libc.capset(header, bytes(24)), "capset")
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     code = ctypes.create_string_buffer(filter_, len(filter_))
     program = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(code))
-    must(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
+    check_call(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")

@@ -1,6 +1,6 @@
-"""Runs inside a sandbox: tries what must not work, and writes as JSON what isolates it; every item should be true.
+"""Runs inside a sandbox: tries forbidden things, and writes the results as JSON; each should be true.
 
-Its arguments are a file of the machine outside that everybody may read, and a process of it with the time of its start.
+Arguments: a file of the machine outside that every user may read, and a process of that machine with its start time.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import sys
 AF_VSOCK = 40
 NAMES = {"PATH", "HOME", "LANG", "PWD", "LC_CTYPE", "HOSTNAME", "SHLVL", "_"}
 
-canary, process, began = sys.argv[1:]
+canary, process, start_ticks = sys.argv[1:]
 
 
-def opens(family: int) -> bool:
+def can_open(family: int) -> bool:
     try:
         socket.socket(family, socket.SOCK_STREAM).close()
     except OSError:
@@ -29,17 +29,17 @@ def interfaces() -> list[str]:
     return []
 
 
-def is_seen() -> bool:
+def sees_process() -> bool:
     """True if the process outside is visible under its number."""
     try:
         with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19] == began
+            return file.read().rpartition(")")[2].split()[19] == start_ticks
     except OSError:
         return False
 
 
-def privileges() -> bool:
-    """True if it has capabilities, or could get some from a setuid program."""
+def has_privileges() -> bool:
+    """True if this process has capabilities, or could get some from a setuid program."""
     try:
         with open("/proc/self/status") as file:
             status = dict(line.split(":", 1) for line in file if ":" in line)
@@ -49,12 +49,12 @@ def privileges() -> bool:
     return capabilities or status.get("NoNewPrivs", "1").strip() != "1"
 
 
-found = {
+results = {
     "no file of this machine": not os.path.exists(canary),
-    "no process of this machine": not is_seen(),
-    "no network": set(interfaces()) <= {"lo"} and not opens(AF_VSOCK),
+    "no process of this machine": not sees_process(),
+    "no network": set(interfaces()) <= {"lo"} and not can_open(AF_VSOCK),
     "no variables": set(os.environ) <= NAMES,
-    "no privileges": not privileges(),
+    "no privileges": not has_privileges(),
     "read-only system": not os.access("/", os.W_OK) and not os.access("/usr", os.W_OK),
 }
-sys.stdout.write(json.dumps(found))
+sys.stdout.write(json.dumps(results))

@@ -1,9 +1,9 @@
-"""Runs the program that its first argument is, as the main module in the folder where it starts."""
+"""Runs the program text in its first argument as the main module, in the current folder."""
 
 import os
 import sys
 
-if sys.platform == "wasi":  # it starts at the root there
+if sys.platform == "wasi":  # there it starts at the root
     os.chdir(os.environ["HOME"])
 code = sys.argv[1]
 sys.argv = ["main.py", *sys.argv[2:]]

@@ -1,9 +1,9 @@
 """Runs inside a sandbox: the interpreter of a Python session.
 
-* What a cell sets, the next one finds. The value of a last expression is shown, as a notebook shows it.
-* A cell ends with 0, with 1 after an exception, whose traceback is on standard error, or with what it passed to
-  ``sys.exit``; the interpreter lives on.
-* An interrupt is a KeyboardInterrupt in the cell, and nothing between cells.
+* A cell finds the variables of the earlier ones. The value of a last expression is printed, as in a notebook.
+* A cell ends with 0, with 1 after an exception, whose traceback is on standard error, or with the code that it passed
+  to ``sys.exit``; the interpreter goes on.
+* An interrupt raises KeyboardInterrupt in a running cell, and does nothing between cells.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every s
 if TYPE_CHECKING:
     from typing import Any
 
-MOST_WORD = 256
+MOST_TOKEN_BYTES = 256
 
 HERE = (lambda: None).__code__.co_filename
 
 
 class Interrupts:
-    """SIGINT, which holds for cells only."""
+    """The handler of SIGINT, which interrupts only a running cell."""
 
     def __init__(self) -> None:
         self.in_cell = False
@@ -37,20 +37,20 @@ class Interrupts:
             raise KeyboardInterrupt
 
 
-def interpret(cells: socket.socket, status: socket.socket, environment: dict[str, str]) -> None:
-    """Run cells to the end of the input. Each is a packet with its word, and descriptors of its text and output."""
+def run_cells(cells: socket.socket, status: socket.socket, environment: dict[str, str]) -> None:
+    """Run cells to the end of the input. Each is a packet with its token and the descriptors of its text and output."""
     null = os.open("/dev/null", os.O_RDWR)
     for target in (0, 1, 2):
         os.dup2(null, target, inheritable=True)
     close_all_but({cells.fileno(), status.fileno(), null})
     gc.unfreeze()
-    main = prepared(environment)
-    me = os.getpid()
+    main = prepare(environment)
+    own_pid = os.getpid()
     interrupts = Interrupts()
     number = 0
     while True:
-        word, descriptors, _, _ = socket.recv_fds(cells, MOST_WORD, 3)
-        if not word:
+        token, descriptors, _, _ = socket.recv_fds(cells, MOST_TOKEN_BYTES, 3)
+        if not token:
             return
         number += 1
         text, *output = descriptors
@@ -61,25 +61,25 @@ def interpret(cells: socket.socket, status: socket.socket, environment: dict[str
             os.dup2(descriptor, target, inheritable=True)
             os.close(descriptor)
         code = run(source, f"<cell {number}>", main, interrupts)
-        if os.getpid() != me:
-            os._exit(code)  # a child that the cell forked ends with it
+        if os.getpid() != own_pid:
+            os._exit(code)  # a child that the cell forked ends with the cell
         for target in (1, 2):
             os.dup2(null, target, inheritable=True)
-        status.send(word + b" %d" % code)
+        status.send(token + b" %d" % code)
 
 
-def close_all_but(kept: set[int]) -> None:
-    """Close the descriptors of the host."""
+def close_all_but(kept_fds: set[int]) -> None:
+    """Close the descriptors inherited from the host."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
+        if int(name) > 2 and int(name) not in kept_fds:
             try:
                 os.close(int(name))
             except OSError:
-                continue  # the list itself
+                continue  # the descriptor of the listing itself
 
 
-def prepared(environment: dict[str, str]) -> dict[str, Any]:
-    """Make this process look as if it had just begun; gives the variables of cells."""
+def prepare(environment: dict[str, str]) -> dict[str, Any]:
+    """Make this process look newly started; returns the variables of its cells."""
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [""]
@@ -88,7 +88,7 @@ def prepared(environment: dict[str, str]) -> dict[str, Any]:
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` has them, and programs use them
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` defines them, and programs use them
     return main.__dict__
 
 
@@ -103,18 +103,18 @@ def run(source: bytes, name: str, variables: dict[str, Any], interrupts: Interru
         try:
             interrupts.in_cell = True
             execute(source, name, variables)
-            return flushed(0)
+            return flush(0)
         except SystemExit as end:
-            return flushed(exit_code(end))
+            return flush(exit_code(end))
         except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
             interrupts.in_cell = False
-            show(error, source, name)
-            return flushed(1)
+            print_traceback(error, source, name)
+            return flush(1)
         finally:
             interrupts.in_cell = False
-    except BaseException:  # noqa: BLE001 - an interrupt that came too late, or output that was closed
+    except BaseException:  # noqa: BLE001 - a late interrupt, or closed output
         interrupts.in_cell = False
-        open_streams()  # what could not be written is not the next cell's
+        open_streams()  # drops unwritten output, which must not reach the next cell
         return 1
 
 
@@ -128,7 +128,7 @@ def execute(source: bytes, name: str, variables: dict[str, Any]) -> None:
         sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), variables))
 
 
-def show(error: BaseException, source: bytes, name: str) -> None:
+def print_traceback(error: BaseException, source: bytes, name: str) -> None:
     """Print the traceback of an exception, without our own frames."""
     import linecache
     import traceback
@@ -141,7 +141,7 @@ def show(error: BaseException, source: bytes, name: str) -> None:
         sys.stderr.write(line)
 
 
-def flushed(code: int) -> int:
+def flush(code: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return code

@@ -1,6 +1,6 @@
-"""Runs inside a sandbox, as the submission's process: answers what unit tests ask, as data.
+"""Runs inside a sandbox, as the submission's process: answers the questions of unit tests, as data.
 
-Nothing here decides. The text of ``values.py`` stands before it.
+This program decides nothing. The text of ``values.py`` precedes it.
 """
 
 import json
@@ -8,44 +8,44 @@ import os
 import sys
 from typing import Any
 
-from headrace_sandbox.guest.values import decoded, encoded
+from headrace_sandbox.guest.values import decode, encode
 
 
-class Answers:
-    """Answers to questions; objects that are not data stay here, under a number."""
+class QuestionHandler:
+    """Answers questions; objects that are not data stay in this process, under a number."""
 
     def __init__(self, module: object) -> None:
         self._objects: list[Any] = [module]
 
-    def to(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a question."""
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a question."""
         try:
-            value = self._ask(asked)
+            value = self._evaluate(question)
         except StopIteration:
             return {"stop": True}
-        except BaseException as error:  # noqa: BLE001 - whatever the submission raises is an answer
+        except BaseException as error:  # noqa: BLE001 - an exception of the submission is an answer
             return {"raised": type(error).__name__, "message": str(error)}
         try:
-            return {"value": encoded(value)}
+            return {"value": encode(value)}
         except (TypeError, RecursionError):
             self._objects.append(value)
             return {"object": len(self._objects) - 1, "kind": type(value).__name__}
 
-    def _ask(self, asked: dict[str, Any]) -> Any:
-        target = self._objects[asked["of"]]
-        arguments = [self._argument(item) for item in asked.get("arguments", [])]
-        named = {name: self._argument(item) for name, item in asked.get("named", {}).items()}
-        what = asked["what"]
-        if what == "get":
-            return getattr(target, asked["name"])
-        if what == "call":
+    def _evaluate(self, question: dict[str, Any]) -> Any:
+        target = self._objects[question["of"]]
+        arguments = [self._argument(item) for item in question.get("arguments", [])]
+        named = {name: self._argument(item) for name, item in question.get("named", {}).items()}
+        operation = question["what"]
+        if operation == "get":
+            return getattr(target, question["name"])
+        if operation == "call":
             return target(*arguments, **named)
-        if what == "str":
+        if operation == "str":
             return str(target)
-        return getattr(type(target), what)(target, *arguments)
+        return getattr(type(target), operation)(target, *arguments)
 
     def _argument(self, item: dict[str, Any]) -> Any:
-        return self._objects[item["object"]] if "object" in item else decoded(item["value"])
+        return self._objects[item["object"]] if "object" in item else decode(item["value"])
 
 
 def main() -> None:
@@ -53,15 +53,15 @@ def main() -> None:
     os.dup2(2, 1)  # the submission's own output is not an answer
     questions = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    begun = json.loads(questions.readline())
-    module = type(sys)(begun["module"])
-    sys.modules[begun["module"]] = module
-    exec(compile(begun["source"], begun["module"] + ".py", "exec", dont_inherit=True), module.__dict__)
-    mine = Answers(module)
+    request = json.loads(questions.readline())
+    module = type(sys)(request["module"])
+    sys.modules[request["module"]] = module
+    exec(compile(request["source"], request["module"] + ".py", "exec", dont_inherit=True), module.__dict__)
+    handler = QuestionHandler(module)
     answers.write('{"ready": true}\n')
     answers.flush()
     for line in questions:
-        answers.write(json.dumps(mine.to(json.loads(line))) + "\n")
+        answers.write(json.dumps(handler.answer(json.loads(line))) + "\n")
         answers.flush()
 
 

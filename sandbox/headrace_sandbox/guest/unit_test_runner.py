@@ -1,12 +1,12 @@
 """Runs inside a sandbox, beside the submission's process and out of its reach: runs unit tests, and writes verdicts.
 
-* The tests come by standard input and are in no file; this process cannot be dumped, so that another one of the same
-  user can neither read its memory nor open what it has open.
-* The module that is tested is a stand-in: what tests ask of it goes to the submission's process, and data comes back.
-* Each test has a process of the submission of its own, and what its class prepares is prepared for it. Tests that are
-  marked to be skipped are none.
+* The tests come on standard input and are in no file; this process is not dumpable, so that other processes of the same
+  user can neither read its memory nor open its descriptors.
+* The tested module is a proxy: the tests' questions go to the submission's process, and data comes back.
+* Each test has its own process of the submission, and its class's fixtures are set up for it alone. Skipped tests do
+  not count.
 
-The text of ``values.py`` stands before it.
+The text of ``values.py`` precedes it.
 """
 
 import builtins
@@ -19,19 +19,19 @@ import types
 import unittest
 from typing import Any
 
-from headrace_sandbox.guest.values import decoded, encoded
+from headrace_sandbox.guest.values import decode, encode
 
 PR_SET_DUMPABLE = 4
 
-KEPT = 500
+MOST_DETAIL_CHARACTERS = 500
 
 
 class SubmissionError(Exception):
-    """The submission's process ended, or wrote something that is not an answer."""
+    """The submission's process ended, or wrote something other than an answer."""
 
 
-class Submission:
-    """The process."""
+class SubmissionProcess:
+    """A process of the submission."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._process: Any = subprocess.Popen(
@@ -39,7 +39,7 @@ class Submission:
         )
         ready = self.ask({"module": request["module"], "source": request["source"]})
         if ready != {"ready": True}:
-            raise SubmissionError("its first message did not say that it is ready")
+            raise SubmissionError("the submission's process did not report that it is ready")
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -56,34 +56,34 @@ class Submission:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # a question that it did not live to read
+            with contextlib.suppress(BrokenPipeError):  # an unread question
                 stream.close()
 
 
 class RemoteObject:
-    """An object of the submission. It gives data; it cannot be compared, since it would decide itself."""
+    """An object of the submission. It returns data; it cannot be compared, since its own code would decide."""
 
-    def __init__(self, submission: Submission, number: int, kind: str) -> None:
+    def __init__(self, submission: SubmissionProcess, number: int, kind: str) -> None:
         self._submission: Any = submission
         self._number = number
         self._kind = kind
 
-    def _ask(self, what: str, arguments: tuple[Any, ...] = (), named: dict[str, Any] = {}, name: str = "") -> Any:  # noqa: B006
+    def _ask(self, operation: str, arguments: tuple[Any, ...] = (), named: dict[str, Any] = {}, name: str = "") -> Any:  # noqa: B006
         question = {
             "of": self._number,
-            "what": what,
+            "what": operation,
             "name": name,
             "arguments": [_argument(item) for item in arguments],
             "named": {key: _argument(item) for key, item in named.items()},
         }
         answer = self._submission.ask(question)
         if "value" in answer:
-            return decoded(answer["value"])
+            return decode(answer["value"])
         if "object" in answer:
             return RemoteObject(self._submission, answer["object"], str(answer.get("kind")))
         if "stop" in answer:
             raise StopIteration
-        raise _raised(str(answer.get("raised")), str(answer.get("message")))
+        raise _exception(str(answer.get("raised")), str(answer.get("message")))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,17 +119,17 @@ class RemoteObject:
         return self._ask("__contains__", (item,)) is True
 
     def _refuse(self, *_: Any) -> bool:
-        raise TypeError(f"a {self._kind} of the submission cannot be compared; compare data that it gives")
+        raise TypeError(f"a {self._kind} of the submission cannot be compared; compare data that it returns")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 
 def _argument(item: Any) -> dict[str, Any]:
-    return {"object": item._number} if isinstance(item, RemoteObject) else {"value": encoded(item)}
+    return {"object": item._number} if isinstance(item, RemoteObject) else {"value": encode(item)}
 
 
-def _raised(name: str, message: str) -> Exception:
+def _exception(name: str, message: str) -> Exception:
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -140,7 +140,7 @@ def _raised(name: str, message: str) -> Exception:
 
 
 class ModuleProxy(types.ModuleType):
-    """The module that is tested."""
+    """The tested module."""
 
     current: Any = None
 
@@ -156,38 +156,38 @@ class LazyName:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _found(self) -> Any:
+    def _resolve(self) -> Any:
         return RemoteObject(ModuleProxy.current, 0, "module")._ask("get", name=self._name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._found()(*arguments, **named)
+        return self._resolve()(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._found(), name)
+        return getattr(self._resolve(), name)
 
     def __iter__(self) -> Any:
-        return iter(self._found())
+        return iter(self._resolve())
 
     def __len__(self) -> int:
-        return len(self._found())
+        return len(self._resolve())
 
     def __getitem__(self, key: Any) -> Any:
-        return self._found()[key]
+        return self._resolve()[key]
 
     def __contains__(self, item: Any) -> bool:
-        return item in self._found()
+        return item in self._resolve()
 
     def __eq__(self, other: Any) -> bool:
-        return bool(self._found() == other)
+        return bool(self._resolve() == other)
 
     def __bool__(self) -> bool:
-        return bool(self._found())
+        return bool(self._resolve())
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def found_tests(module: types.ModuleType) -> dict[str, Any]:
-    """Test functions, and methods of test cases, by name."""
+def collect_tests(module: types.ModuleType) -> dict[str, Any]:
+    """The test functions and the methods of test cases, by name."""
     tests = {}
     for name, item in list(vars(module).items()):
         if isinstance(item, type) and issubclass(item, unittest.TestCase):
@@ -204,7 +204,7 @@ def is_skipped(marked: Any) -> bool:
 
 
 def run_case(case: Any, method: str) -> None:
-    """One method, with what its class prepares: in the process of this test, since each has one of its own."""
+    """Run one method with its class's fixtures, which use this test's own process of the submission."""
     case.setUpClass()
     try:
         case(method).debug()
@@ -216,12 +216,12 @@ def run_case(case: Any, method: str) -> None:
 def verdict_of(test: Any, request: dict[str, Any]) -> dict[str, Any]:
     submission: Any = None
     try:
-        submission = ModuleProxy.current = Submission(request)
+        submission = ModuleProxy.current = SubmissionProcess(request)
         test()
     except AssertionError as error:
-        return {"verdict": "wrong", "detail": str(error)[:KEPT] or "an assertion failed"}
+        return {"verdict": "wrong", "detail": str(error)[:MOST_DETAIL_CHARACTERS] or "an assertion failed"}
     except Exception as error:  # noqa: BLE001 - a test that raises has not passed
-        return {"verdict": "error", "detail": f"{type(error).__name__}: {error}"[:KEPT]}
+        return {"verdict": "error", "detail": f"{type(error).__name__}: {error}"[:MOST_DETAIL_CHARACTERS]}
     finally:
         if submission is not None:
             submission.end()
@@ -236,7 +236,7 @@ def main() -> None:
     sys.modules[request["module"]] = ModuleProxy(request["module"])
     module = types.ModuleType("tests")
     exec(compile(request["tests"], "tests.py", "exec", dont_inherit=True), module.__dict__)
-    tests = found_tests(module)
+    tests = collect_tests(module)
     verdicts.write(json.dumps({"tests": list(tests)}) + "\n")
     verdicts.flush()
     for name, test in tests.items():

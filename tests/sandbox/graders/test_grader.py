@@ -11,7 +11,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.graders import CallCase, Case, StdioCase, grade
 from headrace_sandbox.graders.comparison import UnreadableAnswer, read_answer, same_text, same_value
-from headrace_sandbox.guest.values import encoded
+from headrace_sandbox.guest.values import encode
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Runtime
 from headrace_sandbox.runtimes.registry import make_runtime
@@ -267,7 +267,7 @@ async def test_what_is_expected_never_enters_a_sandbox() -> None:
     ],
 )
 def test_values_are_compared_as_data(given: object, expected: object, same: bool) -> None:
-    answer = json.dumps(encoded(given)).encode()
+    answer = json.dumps(encode(given)).encode()
     assert same_value(read_answer(answer), expected) is same
 
 

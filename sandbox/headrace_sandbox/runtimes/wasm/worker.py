@@ -136,7 +136,7 @@ def drop_rights(request: dict[str, Any], descriptors: int) -> None:
         os.setresuid(user, user, user)
     if request["filter"] is not None:
         with contextlib.suppress(OSError):  # a second barrier, where the kernel supports it
-            isolation.give_up_privileges(bytes.fromhex(request["filter"]))
+            isolation.drop_privileges(bytes.fromhex(request["filter"]))
 
 
 def write_files(request: dict[str, Any]) -> None:

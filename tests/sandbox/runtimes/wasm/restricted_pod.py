@@ -20,10 +20,10 @@ from pathlib import Path
 from headrace_sandbox.guest.isolation import (
     CLONE_NEWNS,
     CLONE_NEWPID,
-    give_up_privileges,
+    check_call,
+    drop_privileges,
     libc,
     make_mounts_private,
-    must,
 )
 from headrace_sandbox.host import seccomp
 
@@ -49,18 +49,18 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str | None = None) -> None:
     kind_, options_ = (None if text is None else text.encode() for text in (kind, options))
-    must(libc.mount(source.encode(), target.encode(), kind_, ctypes.c_ulong(flags), options_), f"mount {target}")
+    check_call(libc.mount(source.encode(), target.encode(), kind_, ctypes.c_ulong(flags), options_), f"mount {target}")
 
 
 def make_container() -> None:
     """Mounts and processes of its own; goes on in the first of those processes."""
-    must(libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
+    check_call(libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
     make_mounts_private()
     child = os.fork()
     if child:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    must(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl")  # PR_SET_PDEATHSIG
+    check_call(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl")  # PR_SET_PDEATHSIG
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for path in filter(os.path.exists, MASKED):
         if os.path.isdir(path):
@@ -102,7 +102,7 @@ def main() -> None:
         os.setresuid(int(user), int(user), int(user))
     architecture = seccomp.ARCHITECTURES[platform.machine()]
     refused = {name: number for name, number in architecture.refused.items() if name not in ALLOWED}
-    give_up_privileges(seccomp._assemble(architecture._replace(refused=refused)))
+    drop_privileges(seccomp._assemble(architecture._replace(refused=refused)))
     os.execv(command[0], command)
 
 
