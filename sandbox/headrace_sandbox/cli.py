@@ -2,12 +2,12 @@
 
 * ``serve`` shares this host's sandboxes between processes.
 * ``reap`` removes what killed processes of Headrace left on this machine.
-* ``doctor`` ends with 1 if no runtime isolates, and says what to do.
-* ``conformance`` ends with 1 if the outcome of a case is not the expected one.
-* ``run`` uses the given runtime, or the default; it fails if that runtime cannot be used, and never takes another.
-* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 if the command
+* ``doctor`` exits with 1 if no runtime isolates, and names the remedy.
+* ``conformance`` exits with 1 if the outcome of a case is not the expected one.
+* ``run`` uses the given runtime, or the default; it fails if that runtime cannot be used, and never uses another.
+* ``run`` exits as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 if the command
   does not exist; 70 after a fault of ours.
-* ``run`` copies the given files into the sandbox, and no others.
+* ``run`` copies only the given files into the sandbox.
 """
 
 from __future__ import annotations
@@ -53,25 +53,27 @@ def doctor(context: click.Context, as_json: bool) -> None:
     Example:
       headrace sandbox doctor
     """
-    found = asyncio.run(diagnose(_say))
+    report = asyncio.run(diagnose(_say))
     if as_json:
-        click.echo(msgspec.json.encode(found).decode())
+        click.echo(msgspec.json.encode(report).decode())
     else:
-        _print_report(found)
-    if found.best is None:
+        _print_report(report)
+    if report.best is None:
         context.exit(1)
 
 
-def _print_report(found: DoctorReport) -> None:
-    for row in (*found.machine, *found.runtimes):
+def _print_report(report: DoctorReport) -> None:
+    for row in (*report.machine, *report.runtimes):
         _print_row(row)
-    passed = [row.name for row in found.runtimes if row.verdict == "ok"]
-    if found.default in passed:
-        click.echo(f"The default is {found.default}.")
-    elif found.best is None:
+    passed = [row.name for row in report.runtimes if row.verdict == "ok"]
+    if report.default in passed:
+        click.echo(f"The default is {report.default}.")
+    elif report.best is None:
         click.echo("No runtime isolates here.")
     else:
-        click.echo(f"The default, {found.default}, cannot be used here. The best that passes: --runtime {found.best}.")
+        click.echo(
+            f"The default, {report.default}, cannot be used here. The best that passes: --runtime {report.best}."
+        )
 
 
 def _print_row(row: DoctorRow) -> None:
@@ -88,8 +90,8 @@ def _print_row(row: DoctorRow) -> None:
         click.echo(f"      {line}")
 
 
-def _say(what: str) -> None:
-    click.echo(what, err=True)
+def _say(message: str) -> None:
+    click.echo(message, err=True)
 
 
 @sandbox.command("run", context_settings={"ignore_unknown_options": True})
@@ -139,17 +141,17 @@ def run(
       headrace sandbox run --runtime wasm -- python3 -c 'print(1)'
     """
     limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20, pids=pids)
-    brought = _contents(files)
+    contents = _contents(files)
     stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
-    asked = SandboxCommand(arguments=command, stdin=stdin, files=brought)
+    sandboxed = SandboxCommand(arguments=command, stdin=stdin, files=contents)
     try:
-        result = asyncio.run(_run(runtime, allow_unsafe, asked, limits))
+        result = asyncio.run(_run(runtime, allow_unsafe, sandboxed, limits))
     except SandboxFailure as failure:
         click.echo(f"Error: {failure}", err=True)
         context.exit(OUR_FAULT)
     if as_json:
-        shown = {"stdout": result.stdout.text, "stderr": result.stderr.text, "fault": result.fault}
-        click.echo(json.dumps({**msgspec.to_builtins(result), **shown}))
+        texts = {"stdout": result.stdout.text, "stderr": result.stderr.text, "fault": result.fault}
+        click.echo(json.dumps({**msgspec.to_builtins(result), **texts}))
     else:
         click.echo(result.stdout.text, nl=False)
         click.echo(result.stderr.text, nl=False, err=True)
@@ -170,17 +172,17 @@ def reap_(context: click.Context, as_json: bool) -> None:
     Example:
       headrace sandbox reap
     """
-    found = reap()
+    report = reap()
     if as_json:
-        click.echo(msgspec.json.encode(found).decode())
+        click.echo(msgspec.json.encode(report).decode())
     else:
         click.echo(
-            f"Removed {len(found.processes)} processes, {len(found.groups)} control groups, "
-            f"{len(found.folders)} folders."
+            f"Removed {len(report.processes)} processes, {len(report.groups)} control groups, "
+            f"{len(report.folders)} folders."
         )
-        for line in found.left:
+        for line in report.left:
             click.echo(f"Left: {line}", err=True)
-    if found.left:
+    if report.left:
         context.exit(1)
 
 
@@ -253,7 +255,7 @@ def _contents(files: Sequence[Path]) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     for file in files:
         if file.name in contents:
-            raise click.BadParameter(f"There are two files named {file.name}.", param_hint="--file")
+            raise click.BadParameter(f"Two files are named {file.name}.", param_hint="--file")
         contents[file.name] = file.read_bytes()
     return contents
 

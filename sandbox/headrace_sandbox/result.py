@@ -1,9 +1,9 @@
 """Limits and result of an execution.
 
-* A verdict rests on what the supervisor saw from outside: never on text that the program wrote.
-* Output is bytes; of a long output head and tail are kept, and ``truncated`` says so.
+* A result rests on the supervisor's observations from outside, never on text that the program wrote.
+* Output is bytes; the head and tail of a long output are kept, and ``truncated`` is True.
 * The result of a program that ran into a limit names the limit; a fault of ours raises an error instead.
-* A limit that would bound nothing, or that nothing can run under, is refused before anything is made.
+* A limit that bounds nothing, or under which nothing can run, is refused before anything is made.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ LimitName = Literal["time", "cpu", "memory", "pids", "output", "disk"]
 """The limit that ended a program, or that it ran into before it failed."""
 
 Fault = Literal["", "program", "limit"]
-"""The cause of an end other than with 0: the program, or a limit. A fault of ours is a SandboxFailure, not a result."""
-
+"""The cause of a failure: the program, or a limit. A fault of ours is a SandboxFailure, not a result."""
 
 LONGEST_S = sys.float_info.max
-"""The longest time: any finite number. Infinity is refused, and so is NaN, which compares with nothing."""
+"""The longest time: any finite number. Infinity and NaN are refused."""
 
 MOST = 1 << 62
-"""The largest size; the kernel takes twice that, and runtimes add what they need themselves."""
+"""The largest size; the kernel accepts twice as much, and runtimes add their own needs."""
 
 MOST_CPU_S = 1 << 33
 """The longest processor time: the kernel counts it in 64-bit nanoseconds, and a longer one overflows, even to zero."""
@@ -36,10 +35,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "cpu_s": (sys.float_info.min, LONGEST_S),
     "memory_bytes": (1, MOST),
     "pids": (1, MOST),
-    "cpus": (0.01, 1 << 16),  # the least quota that the kernel takes
+    "cpus": (0.01, 1 << 16),  # the smallest quota that the kernel accepts
     "kept_bytes": (0, MOST),
     "output_bytes": (0, MOST),
-    "disk_bytes": (1, MOST),  # the kernel takes 0 as unlimited
+    "disk_bytes": (1, MOST),  # to the kernel, 0 means unlimited
     "file_bytes": (0, 1 << 40),
     "open_files": (16, 1024),
 }
@@ -47,14 +46,14 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an execution. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for
-    what is outside ``RANGES``.
+    """Limits of an execution. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for a
+    value outside ``RANGES``.
 
     ``wall_s``: time from the start of the program; waiting for a sandbox and making one do not count.
     ``cpu_s``: processor time of all its processes; None: bounded by ``wall_s`` only. ``memory_bytes``: of all its
     processes together, files in memory included. ``pids``: processes and threads at a time. ``cpus``: share of
     processors, 0.5 is half of one. ``kept_bytes``: bytes of each output stream that the result keeps.
-    ``output_bytes``: bytes of both streams, after which it is killed. ``disk_bytes``: size of its scratch folder.
+    ``output_bytes``: bytes of both streams, beyond which it is killed. ``disk_bytes``: size of its scratch folder.
     ``file_bytes``: size of one file.
     """
 
@@ -79,17 +78,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 def check_range(name: str, value: float, least: float, most: float) -> None:
     """Raise SandboxFailure ``bad-limit`` for a value outside the range, or not a number."""
     if not least <= value <= most:
-        wanted = f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
+        allowed = (
+            f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
+        )
         raise SandboxFailure(
-            f"{name} is {value!r}, and must be {wanted}{'' if most < LONGEST_S else ', and finite'}.",
+            f"{name} is {value!r}, and must be {allowed}{'' if most < LONGEST_S else ', and finite'}.",
             kind="bad-limit",
             retryable=False,
         )
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of one stream. ``head`` and ``tail`` are its first and last bytes; where nothing was left out, all of it
-    is in ``head``. ``total_bytes``: bytes that were written."""
+    """Output of one stream. ``head`` and ``tail``: its first and last bytes; if nothing was omitted, all of it is in
+    ``head``. ``total_bytes``: the number of written bytes."""
 
     head: bytes = b""
     tail: bytes = b""
@@ -97,21 +98,21 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        """True if bytes between head and tail were left out."""
+        """True if bytes between head and tail were omitted."""
         return self.total_bytes > len(self.head) + len(self.tail)
 
     @property
     def text(self) -> str:
-        """The output as text: invalid UTF-8 becomes U+FFFD, and a line says how much was left out."""
+        """The output as text: invalid UTF-8 becomes U+FFFD, and a line states the number of omitted bytes."""
         if not self.truncated:
             return (self.head + self.tail).decode(errors="replace")
-        left_out = self.total_bytes - len(self.head) - len(self.tail)
+        omitted = self.total_bytes - len(self.head) - len(self.tail)
         head, tail = self.head.decode(errors="replace"), self.tail.decode(errors="replace")
-        return f"{head}\n[… {left_out} bytes left out …]\n{tail}"
+        return f"{head}\n[… {omitted} bytes left out …]\n{tail}"
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Resources that all processes of an execution used, as the kernel counted them; None where nothing counts them.
+    """Resources that all processes of an execution used, as the kernel counted them; None where they are not counted.
 
     ``memory_kills``: processes that the kernel killed for memory. ``refused_pids``: forks that it refused.
     ``disk_full``: its scratch folder was full when it failed, in bytes or in number of files.
@@ -126,8 +127,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
     """Isolation of a program from this machine. ``runtime``: its name. ``versions``: versions of its parts. ``active``:
-    the limits that were enforced; a limit that is not listed was not. ``is_sandbox``: False where nothing isolated
-    the program, and it ran as this user."""
+    the limits that were enforced, and no others. ``is_sandbox``: False if nothing isolated the program, which ran as
+    this user."""
 
     runtime: str
     versions: dict[str, str]
@@ -139,8 +140,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one execution. Either ``exit_code`` or ``signal`` is set; neither if it was killed for time or output.
 
     ``queue_s``, ``start_s`` and ``wall_s`` are separate: waiting for a sandbox, making one, and the program itself.
-    ``lost``: why the sandbox or session cannot be used any more, if the program caused that; it is then the program's
-    fault, and exit code and signal may be unknown.
+    ``lost``: the reason that the sandbox or session cannot be used any more, if the program caused that; it is then the
+    program's fault, and exit code and signal may be unknown.
     """
 
     exit_code: int | None

@@ -1,4 +1,4 @@
-"""Cases 6b and 29 to 31: files that go in and out of a sandbox that lives on."""
+"""Cases 6b and 29 to 31: files that are copied into and out of a persistent sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = Limits(wall_s=20.0, memory_bytes=256 << 20, file_bytes=1 << 40, disk_by
 
 
 @asynccontextmanager
-async def _opened(context: CaseContext) -> AsyncIterator[Sandbox]:
+async def _open_sandbox(context: CaseContext) -> AsyncIterator[Sandbox]:
     sandbox = await context.runtime.open(Template(limits=LIMITS), TTL_S)
     try:
         yield sandbox
@@ -34,39 +34,39 @@ async def _shell(sandbox: Sandbox, script: str) -> None:
         raise Unclear(f"{script}: {result.exit_code} {result.stderr.text}")
 
 
-async def _refused(what: str, call: Callable[[], Awaitable[object]]) -> None:
+async def _expect_refusal(action: str, call: Callable[[], Awaitable[object]]) -> None:
     try:
-        given = await call()
+        reply = await call()
     except SandboxFailure as failure:
         if failure.retryable:
             raise
         return
-    raise Escape(f"{what} was taken: {str(given)[:100]}")
+    raise Escape(f"{action} was not refused: {str(reply)[:100]}")
 
 
 @case("6b", "a sparse file of 1 TiB, downloaded", of_runtime=True)
 async def sparse_download(context: CaseContext) -> str:
-    async with _opened(context) as sandbox:
+    async with _open_sandbox(context) as sandbox:
         result = await sandbox.run(SandboxCommand(arguments=["truncate", "-s", "1T", "big"]), LIMITS)
-        if result.fault:  # then there is none to download: of what it may have at most
+        if result.fault:  # it cannot be made; download the largest possible file instead
             await _shell(sandbox, "truncate -s 48M big")
-        await _refused("the file", lambda: sandbox.read("big", 1 << 20))
-        await _refused("the folder", lambda: sandbox.download("", 1 << 20))
+        await _expect_refusal("reading the file", lambda: sandbox.read("big", 1 << 20))
+        await _expect_refusal("downloading the folder", lambda: sandbox.download("", 1 << 20))
     return REFUSED
 
 
 @case("29", "paths that lead out: .., absolute, links, pipes, devices", of_runtime=True)
 async def paths(context: CaseContext) -> str:
-    async with _opened(context) as sandbox:
+    async with _open_sandbox(context) as sandbox:
         links = "ln -s /etc/passwd link; ln -s / root; ln -s /proc/self/root magic; ln -s .. up; mkfifo pipe"
         await _shell(sandbox, links + "; ln -s /dev/zero zero; ln /usr/bin/env hard 2>/dev/null; true")
         for path in ("../x", "/etc/passwd", "a/../../x", "link", "root/etc/passwd", "magic/etc/passwd", "pipe", "zero"):
-            await _refused(f"reading {path}", lambda path=path: sandbox.read(path, 1 << 20))  # type: ignore[misc]
+            await _expect_refusal(f"reading {path}", lambda path=path: sandbox.read(path, 1 << 20))  # type: ignore[misc]
         for path in ("../x", "/tmp/x", "a/../../x", "link", "root/tmp/x", "magic/tmp/x", "up/x", "pipe"):
-            await _refused(f"writing {path}", lambda path=path: sandbox.write(path, b"x"))  # type: ignore[misc]
+            await _expect_refusal(f"writing {path}", lambda path=path: sandbox.write(path, b"x"))  # type: ignore[misc]
         for path in ("root", "magic/etc", ".."):
-            await _refused(f"listing {path}", lambda path=path: sandbox.list(path))  # type: ignore[misc]
-            await _refused(f"downloading {path}", lambda path=path: sandbox.download(path, 1 << 20))  # type: ignore[misc]
+            await _expect_refusal(f"listing {path}", lambda path=path: sandbox.list(path))  # type: ignore[misc]
+            await _expect_refusal(f"downloading {path}", lambda path=path: sandbox.download(path, 1 << 20))  # type: ignore[misc]
     return REFUSED
 
 
@@ -87,8 +87,8 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[
 
 @case("30", "archives that lead out, or have too much in them", of_runtime=True)
 async def archives(context: CaseContext) -> str:
-    async with _opened(context) as sandbox:
-        for what, archive in {
+    async with _open_sandbox(context) as sandbox:
+        for content, archive in {
             "an absolute path": _archive(_entry("/etc/x")),
             "a path that leads out": _archive(_entry("../x")),
             "a link that leads out": _archive(_entry("a", tarfile.SYMTYPE, "/etc/passwd")),
@@ -97,12 +97,12 @@ async def archives(context: CaseContext) -> str:
             "a device": _archive(_entry("a", tarfile.CHRTYPE)),
             "a pipe": _archive(_entry("a", tarfile.FIFOTYPE)),
             "a million entries": _many(1_000_000),
-            "more than the scratch folder holds": _archive((tarfile.TarInfo("big"), bytes(80 << 20))),
+            "more than the scratch folder can hold": _archive((tarfile.TarInfo("big"), bytes(80 << 20))),
             "no archive": b"no archive" * 100,
         }.items():
-            await _refused(what, lambda archive=archive: sandbox.upload(archive))  # type: ignore[misc]
+            await _expect_refusal(content, lambda archive=archive: sandbox.upload(archive))  # type: ignore[misc]
         if entries := await sandbox.list():
-            raise Escape(f"of refused archives there is {entries}")
+            raise Escape(f"refused archives left {entries}")
         setuid = tarfile.TarInfo("setuid")
         setuid.mode = 0o6755
         try:
@@ -138,8 +138,8 @@ print('planted')
             await context.run(code)
         if await context.output("print(open('a/b').read())", files={"a/b": b"mine"}) != "mine":
             raise Unclear("the next program's file was not there")
-        if left := list(Path(folder).iterdir()):
-            raise Escape(f"it made {left} on this machine")
+        if files := list(Path(folder).iterdir()):
+            raise Escape(f"it made {files} on this machine")
     return CONTAINED
 
 
@@ -147,10 +147,10 @@ print('planted')
 async def planted_link_in_the_way(context: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        async with _opened(context) as sandbox:
+        async with _open_sandbox(context) as sandbox:
             await _shell(sandbox, f"ln -s {folder} a")
-            await _refused("writing through a link", lambda: sandbox.write("a/b", b"x"))
-            await _refused("unpacking through a link", lambda: sandbox.upload(_archive(_entry("a/b"))))
-        if left := list(Path(folder).iterdir()):
-            raise Escape(f"it made {left} on this machine")
+            await _expect_refusal("writing through a link", lambda: sandbox.write("a/b", b"x"))
+            await _expect_refusal("unpacking through a link", lambda: sandbox.upload(_archive(_entry("a/b"))))
+        if files := list(Path(folder).iterdir()):
+            raise Escape(f"it made {files} on this machine")
     return REFUSED

@@ -1,4 +1,4 @@
-"""Cases 21 to 25, 28, 34 and 36: what reaches into the kernel."""
+"""Cases 21 to 25, 28, 34 and 36: attacks on the kernel."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ os.abort()
     if result.stdout.text == "no processes\n":
         return CONTAINED
     if result.stdout.text != "0\n":
-        raise Unclear(f"a dump may have {result.stdout.text.strip()} bytes: {result.stderr.text}")
+        raise Unclear(f"a core dump may have {result.stdout.text.strip()} bytes: {result.stderr.text}")
     if (result.signal or (result.exit_code or 0) - 128) != 6 or result.fault != "program":
         raise Unclear(f"ended with {result.exit_code}, signal {result.signal}")
     return CONTAINED

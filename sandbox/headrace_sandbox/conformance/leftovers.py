@@ -18,7 +18,7 @@ GONE_S = 2.0
 
 
 def pids_with_mark(mark: str) -> list[int]:
-    """Processes of this machine whose command line has the mark."""
+    """The processes of this machine with the mark in their command line."""
     return [pid for pid in _processes() if mark in _read_proc(pid, "cmdline")]
 
 
@@ -27,19 +27,19 @@ async def wait_gone(mark: str, within_s: float = GONE_S) -> None:
     until = time.monotonic() + within_s
     while pids := pids_with_mark(mark):
         if time.monotonic() > until:
-            raise Escape(f"the processes {pids} live on")
+            raise Escape(f"the processes {pids} are still running")
         await asyncio.sleep(0.01)
 
 
 def descendants(pid: int) -> set[int]:
     """All processes below this one."""
     parents = {child: _parent(child) for child in _processes()}
-    found: set[int] = set()
+    below: set[int] = set()
     level = {pid}
     while level:
         level = {child for child, parent in parents.items() if parent in level}
-        found |= level
-    return found
+        below |= level
+    return below
 
 
 class Traces(msgspec.Struct, frozen=True):
@@ -52,8 +52,8 @@ class Traces(msgspec.Struct, frozen=True):
 
 
 def mounts() -> set[str]:
-    """Mounts that are there now. Of those in the folder for temporary files only this process's own: other programs
-    mount there too."""
+    """The current mounts. In the folder for temporary files only this process's own count: other programs mount there
+    too."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     others = f"{tempfile.gettempdir()}/"
     return {line for line in lines if f"{os.getpid()}-" in line or not line.split()[1].startswith(others)}
@@ -61,7 +61,7 @@ def mounts() -> set[str]:
 
 def traces() -> Traces:
     """The current traces."""
-    walk = os.walk("/sys/fs/cgroup")  # which takes it that groups of others go meanwhile
+    walk = os.walk("/sys/fs/cgroup")  # it tolerates groups that are removed meanwhile
     made = {name for folder, names, _ in walk if folder.endswith("/headrace") for name in names}
     groups = sum(f"{os.getpid()}-" in name for name in made)
     return Traces(len(descendants(os.getpid())), len(os.listdir("/proc/self/fd")), len(mounts()), groups)

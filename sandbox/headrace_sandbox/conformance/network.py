@@ -39,7 +39,7 @@ async def _run_in_own_network(context: CaseContext, number: str) -> str:
     missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
     if os.geteuid() != 0 or missing:
         raise SkipCase(
-            f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}"
+            f"it needs root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}"
         )
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--net", "--", sys.executable, "-m", "headrace_sandbox.conformance.network_host"),
@@ -55,10 +55,10 @@ async def _run_in_own_network(context: CaseContext, number: str) -> str:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        raise Unclear(f"the world ended with {process.returncode}")
-    found = msgspec.json.decode(output, type=CaseOutcome)
-    if found.outcome == ESCAPED:
-        raise Escape(found.evidence)
-    if found.outcome == "unclear":
-        raise Unclear(found.evidence)
-    return found.outcome
+        raise Unclear(f"the process of its network ended with {process.returncode}")
+    outcome = msgspec.json.decode(output, type=CaseOutcome)
+    if outcome.outcome == ESCAPED:
+        raise Escape(outcome.evidence)
+    if outcome.outcome == "unclear":
+        raise Unclear(outcome.evidence)
+    return outcome.outcome

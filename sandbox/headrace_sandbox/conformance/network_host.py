@@ -1,10 +1,11 @@
-"""A small network for network cases.
+"""The network of the network cases.
 
 Run as ``unshare --net -- python -m headrace_sandbox.conformance.network_host RUNTIME WAY CASE``.
 
-* This process is in a network namespace of its own; a cable leads from it to another, where a listener has the
-  addresses of a metadata service, a private host, a public host and a resolver. They exist nowhere else.
-* Each is reached from here first, so that not reaching it from the sandbox, which is started here, says something.
+* This process is in a network namespace of its own. A virtual cable connects it to another one, where a listener has
+  the addresses of a metadata service, a private host, a public host and a resolver. They exist nowhere else.
+* Each address is first reached from here, so that a sandbox started here which does not reach it is proven to be
+  isolated.
 * It writes a ``CaseOutcome`` as JSON. All namespaces end with their processes.
 """
 
@@ -53,12 +54,12 @@ while True:
 READY_S = 10.0
 
 REPORT_S = 0.3
-"""Time limit for a listener to report what reached it."""
+"""Time limit for a listener to report that it was reached."""
 
 
 class CaseNetwork:
-    """Addresses and sockets that can be reached from here. ``attempts`` is a program that tries to. Each listener has a
-    connection to accept, or a line to read, for each time that it was reached."""
+    """Addresses and sockets that can be reached from here. ``attempts``: a program that tries to reach them. For each
+    attempt that succeeds, a listener has a connection to accept, or ``outside`` a line to read."""
 
     def __init__(self, attempts: str, listeners: Sequence[socket.socket] = (), outside: int | None = None) -> None:
         self.attempts = attempts
@@ -79,7 +80,7 @@ class CaseNetwork:
 
 
 def addresses(stack: contextlib.ExitStack) -> CaseNetwork:
-    """The world of case 26."""
+    """The network of case 26."""
     holder = stack.enter_context(_running(["unshare", "--net", "--", "sleep", "300"]))
     until = time.monotonic() + READY_S
     while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net") and time.monotonic() < until:
@@ -93,7 +94,7 @@ def addresses(stack: contextlib.ExitStack) -> CaseNetwork:
     listener = stack.enter_context(_running([*there, sys.executable, "-c", LISTENER]))
     assert listener.stdout is not None
     outside = listener.stdout.fileno()
-    os.read(outside, 100)  # it is ready
+    os.read(outside, 100)  # its first line says that it is ready
     attempts = f"""
 import socket
 for address in {(METADATA, PRIVATE, PUBLIC)!r}:
@@ -109,7 +110,7 @@ attempt('a name', asked)
 
 
 def local_services(stack: contextlib.ExitStack) -> CaseNetwork:
-    """The world of case 27."""
+    """The network of case 27."""
     _run("ip link set lo up")
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     Path(folder).chmod(0o755)
@@ -130,7 +131,7 @@ def dialled(address):
 attempt('loopback', lambda: socket.create_connection(('127.0.0.1', {listeners[0].getsockname()[1]}), 2))
 attempt('an abstract socket', lambda: dialled('\\0{name}'))
 attempt('a socket that is a file', lambda: dialled({path!r}))
-if IS_SANDBOX:  # there need be none here
+if IS_SANDBOX:  # the host may lack these sockets
     attempt('the socket of Docker', lambda: dialled('/var/run/docker.sock'))
     attempt('the socket of Podman', lambda: dialled('/run/podman/podman.sock'))
 """
@@ -141,7 +142,7 @@ NETWORKS = {"26": addresses, "27": local_services}
 
 
 async def try_network(network: CaseNetwork, context: CaseContext) -> CaseOutcome:
-    """Find out whether a program reaches anything of a world that this process reaches."""
+    """Test that a sandboxed program reaches nothing of a network that this process reaches."""
     code = f"IS_SANDBOX = False\n{TRY}{network.attempts}"
     control = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     lines = control.splitlines()
@@ -151,22 +152,22 @@ async def try_network(network: CaseNetwork, context: CaseContext) -> CaseOutcome
     tried = result.stdout.text.splitlines()
     done = [line for line in tried if ": refused" not in line]
     if (times := network.count_reached()) or done:
-        return CaseOutcome(outcome=ESCAPED, evidence=f"{'; '.join(done)}; {times} times seen by the listeners")
+        return CaseOutcome(outcome=ESCAPED, evidence=f"{'; '.join(done)}; the listeners were reached {times} times")
     if result.fault or len(tried) < len(lines):
         return CaseOutcome(outcome="unclear", evidence=result.stderr.text or f"{tried}")
     return CaseOutcome(outcome=REFUSED, evidence="; ".join(tried))
 
 
 async def main(name: str, way: str, number: str) -> None:
-    """Make the world of a case, and try it."""
+    """Make the network of a case, and run the case."""
     with contextlib.ExitStack() as stack:
         network = NETWORKS[number](stack)
         runtime = make_runtime(name, allow_unsafe=True)
         try:
-            found = await try_network(network, CaseContext(runtime, cast(Way, way)))
+            outcome = await try_network(network, CaseContext(runtime, cast(Way, way)))
         finally:
             await runtime.close()
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
 
 
 @contextlib.contextmanager

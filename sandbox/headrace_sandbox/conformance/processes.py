@@ -32,10 +32,10 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 """The freezer of control groups version 1; frozen processes survive even SIGKILL."""
 
 HIDDEN_S = 3.0
-"""Time for a program to show, where a supervisor has processes at all."""
+"""Time for a program to become visible, where the supervisor has child processes at all."""
 
 START_S = 20.0
-"""Time limit for a program to be seen from outside."""
+"""Time limit for a program to become visible from outside."""
 
 
 def _contained(result: ExecResult, output: str) -> str:
@@ -109,9 +109,9 @@ async def sleeper(context: CaseContext) -> str:
 
 @case("13", "waiting in the kernel, where no signal ends it")
 async def uninterruptible(context: CaseContext) -> str:
-    """Freeze the program from outside while it sleeps: like a hung file system, this outlasts SIGKILL."""
+    """Freeze the program from outside while it sleeps: like a hung file system, this survives SIGKILL."""
     if not os.access(FREEZER, os.W_OK):
-        raise SkipCase(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
+        raise SkipCase(f"{FREEZER} cannot be used here: it needs root and control groups of version 1")
     mark = secrets.token_hex(8)
     code = f"import os, sys\nif sys.platform != 'linux':\n    os.fork\nos.execvp('sleep', ['{mark}', '300'])"
     with _freezer(mark) as freeze:
@@ -216,13 +216,13 @@ async def supervisor_killed(context: CaseContext) -> str:
     )
     until = time.monotonic() + START_S
     try:
-        while not set(pids_with_mark(mark)) - {victim.pid}:  # which has the mark among its arguments
+        while not set(pids_with_mark(mark)) - {victim.pid}:  # the victim's own arguments contain the mark
             if victim.returncode is not None:
                 raise Unclear(f"the victim ended with {victim.returncode}")
             if time.monotonic() > until:
-                raise Unclear("nothing was started")
+                raise Unclear("no program was started")
             if time.monotonic() > until - START_S + HIDDEN_S and descendants(victim.pid):
-                break  # a kernel of its own shows none of its processes
+                break  # the processes of a sandbox with its own kernel are not visible
             await asyncio.sleep(0.02)
     finally:
         if victim.returncode is None:
@@ -238,7 +238,7 @@ async def failing_starts(context: CaseContext) -> str:
     before = traces()
     for turn in range(8):
         with suppress(SandboxFailure):
-            await _failing(context)
+            await _fail_to_start(context)
         call = asyncio.ensure_future(context.run("import time\ntime.sleep(300)"))
         await asyncio.sleep(0.02 * turn)
         call.cancel()
@@ -247,11 +247,11 @@ async def failing_starts(context: CaseContext) -> str:
     while (after := traces()) != before and time.monotonic() < until:
         await asyncio.sleep(0.05)
     if _has_grown(after, before):
-        raise Unclear(f"{after} is left, and before there was {before}")
+        raise Unclear(f"{after} remains; before it was {before}")
     return CONTAINED
 
 
-async def _failing(context: CaseContext) -> None:
+async def _fail_to_start(context: CaseContext) -> None:
     if context.way == "code":
         await context.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
     else:
@@ -259,7 +259,7 @@ async def _failing(context: CaseContext) -> None:
 
 
 def _has_grown(after: Traces, before: Traces) -> bool:
-    # Warm parts that are kept on purpose: a group and an interpreter of another preload.
+    # A runtime may keep warm parts: a group, and an interpreter with another preload.
     return (
         after.descriptors > before.descriptors + 8
         or after.mounts > before.mounts

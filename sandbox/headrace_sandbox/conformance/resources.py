@@ -1,4 +1,4 @@
-"""Cases 1 to 8 and 35: what a program can use up."""
+"""Cases 1 to 8 and 35: resources that a program may exhaust."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_sandbox.conformance.leftovers import wait_gone
 from headrace_sandbox.conformance.suite import CONTAINED, CaseContext, Unclear, case, outcome_of
 
 NO_FORK = ("has no attribute 'fork'", "does not support processes", "Function not implemented")
-"""Errors of an interpreter that has no processes."""
+"""Errors of an interpreter that cannot start processes."""
 
 FULL = ("No space left on device", "Read-only file system", "No such file or directory", "Disk quota", "MemoryError")
 
@@ -156,7 +156,7 @@ async def processor_quota(context: CaseContext) -> str:
 @case("35b", "counting the processors")
 async def processors_seen(context: CaseContext) -> str:
     code = "import os\nprint(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else 1)"
-    seen = int(await context.output(code, cpus=1.0))
-    if seen != 1:
-        raise Unclear(f"{seen} processors are seen with a limit of 1")
+    processors = int(await context.output(code, cpus=1.0))
+    if processors != 1:
+        raise Unclear(f"the program sees {processors} processors with a limit of 1")
     return CONTAINED

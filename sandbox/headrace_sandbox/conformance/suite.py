@@ -1,8 +1,8 @@
-"""Runs cases against a runtime, and compares what was found with what was expected.
+"""Runs cases on a runtime, and compares their outcomes with the expected ones.
 
-* The outcome of a case is observed from outside, or from what its program could reach; never from its own claim.
-* A failure of ours in a case is found as ``failure:KIND``, and is expected nowhere.
-* A runtime without a column must be safe by any outcome that is safe.
+* The outcome of a case is observed from outside, or from what its program could reach; never from the program's claim.
+* A failure of ours in a case has the outcome ``failure:KIND``, which is never expected.
+* For a runtime without a column, any safe outcome is expected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTAINED, REFUSED, VIRTUAL, ESCAPED, UNKILLABLE = "contained", "refused", "virt
 NOT_OFFERED, NOT_RUN = "not offered", "not run"
 
 SAFE = (CONTAINED, REFUSED, VIRTUAL, UNKILLABLE, NOT_OFFERED, NOT_RUN)
-"""Outcomes that are safe, beside every limit."""
+"""Safe outcomes, besides every limit."""
 
 PYTHON = ("python3", "-I", "main.py")
 
@@ -39,26 +39,26 @@ MODULES = ("resources", "processes", "visibility", "kernel", "network", "files",
 
 
 class CaseOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a case. ``outcome`` is a word of the table; ``evidence`` says what was seen."""
+    """Outcome of a case. ``outcome``: as in the table. ``evidence``: the observation behind it."""
 
     outcome: str
     evidence: str = ""
 
 
 class Escape(Exception):
-    """The program reached what it must not reach; the text says what."""
+    """The program reached something that it must not reach; the text names it."""
 
 
 class Unclear(Exception):
-    """The observation is not an outcome of the case; the text says what was seen."""
+    """The observation is not an outcome of the case; the text describes it."""
 
 
 class SkipCase(Exception):
-    """The case needs something that is not here; the text says what."""
+    """The case needs something that is missing here; the text names it."""
 
 
 class CaseContext:
-    """A runtime to try, and one way to run programs in it."""
+    """A runtime under test, and the way to run programs in it."""
 
     def __init__(self, runtime: Runtime, way: Way) -> None:
         self.runtime = runtime
@@ -77,26 +77,26 @@ class CaseContext:
     ) -> ExecResult:
         """Run a Python program. ``limits`` are fields of ``Limits``. Raises SandboxFailure."""
         bounds = msgspec.convert({"wall_s": 20.0, **limits}, Limits)
-        given, variables, arguments = dict(files or {}), dict(environment or {}), list(arguments)
+        contents, variables, arguments = dict(files or {}), dict(environment or {}), list(arguments)
         if self.way == "code":
             program = PythonProgram(
-                code=code, arguments=arguments, stdin=stdin, files=given, environment=variables, domain="conformance"
+                code=code, arguments=arguments, stdin=stdin, files=contents, environment=variables, domain="conformance"
             )
             return await self.runtime.run_code(program, bounds)
-        given["main.py"] = code.encode()
-        command = SandboxCommand(arguments=[*PYTHON, *arguments], stdin=stdin, files=given, environment=variables)
+        contents["main.py"] = code.encode()
+        command = SandboxCommand(arguments=[*PYTHON, *arguments], stdin=stdin, files=contents, environment=variables)
         return await self.runtime.run(command, bounds)
 
     async def output(self, code: str, **options: object) -> str:
-        """The output of a program that must end well."""
+        """The output of a program that must succeed."""
         result = await self.run(code, **options)  # type: ignore[arg-type]  # the options of run
         if result.fault:
-            raise Unclear(f"ended with {result.exit_code}, {result.limit}: {result.stderr.text.strip()[-300:]}")
+            raise Unclear(f"ended with {result.exit_code}, limit {result.limit}: {result.stderr.text.strip()[-300:]}")
         return result.stdout.text.strip()
 
     async def try_forbidden(self, code: str, **options: object) -> str:
-        """The outcome of a program that tries forbidden things, and prints each as a line ``WHAT: done`` or ``WHAT:
-        refused``. What went through is virtual where the sandbox has a kernel of its own, and an escape elsewhere."""
+        """The outcome of a program that tries forbidden things, and prints a line ``ACTION: done`` or ``ACTION:
+        refused`` for each. A success is virtual where the sandbox has a kernel of its own, and an escape elsewhere."""
         lines = (await self.output(TRY + code, **options)).splitlines()
         if not lines:
             raise Unclear("the program tried nothing")
@@ -117,13 +117,13 @@ class CaseContext:
 
 TRY = """
 import errno, os, sys
-def attempt(what, action):
+def attempt(name, action):
     try:
         result = action()
     except BaseException as error:
-        print(f'{what}: refused, {type(error).__name__} {error}', flush=True)
+        print(f'{name}: refused, {type(error).__name__} {error}', flush=True)
     else:
-        print(f'{what}: done, {result!r}'[:200], flush=True)
+        print(f'{name}: done, {result!r}'[:200], flush=True)
 def system_call(number, *arguments):
     import ctypes
     libc = ctypes.CDLL(None, use_errno=True)
@@ -132,7 +132,7 @@ def system_call(number, *arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 """
-"""``attempt(what, action)`` and ``system_call(number, ...)`` for programs that try forbidden things."""
+"""``attempt(name, action)`` and ``system_call(number, ...)`` for programs that try forbidden things."""
 
 
 def outcome_of(result: ExecResult, *errors: str) -> str:
@@ -149,8 +149,8 @@ CaseFunction = Callable[[CaseContext], Awaitable[str]]
 
 
 class ConformanceCase(msgspec.Struct, frozen=True):
-    """One case. ``number``: as in the docs; ``title``: what the program does. ``harmless``: it may run where nothing
-    isolates. ``of_runtime``: it is about the whole runtime, whatever the way to run programs."""
+    """One case. ``number``: as in the docs. ``title``: the program's action. ``harmless``: it may run where nothing
+    isolates. ``of_runtime``: it tests the whole runtime, and runs in only one of its columns."""
 
     number: str
     title: str
@@ -165,7 +165,7 @@ _cases: dict[str, ConformanceCase] = {}
 def case(
     number: str, title: str, *, harmless: bool = False, of_runtime: bool = False
 ) -> Callable[[CaseFunction], CaseFunction]:
-    """Makes a function a case."""
+    """Register a function as a case."""
 
     def registered(function: CaseFunction) -> CaseFunction:
         _cases[number] = ConformanceCase(number, title, function, harmless, of_runtime)
@@ -181,23 +181,18 @@ def cases() -> list[ConformanceCase]:
     return sorted(_cases.values(), key=lambda case: (int(case.number.rstrip("abc")), case.number))
 
 
-def known_columns() -> list[str]:
-    """The columns of the table."""
-    return expected_table().columns
-
-
 def columns(runtime: str) -> dict[str, Way]:
-    """The columns of a runtime and the ways that they stand for; one without columns is tried both ways."""
-    found: dict[str, Way] = {}
+    """The columns of a runtime, and the way that each one runs programs; both ways for a runtime without columns."""
+    ways: dict[str, Way] = {}
     for column in expected_table().columns:
         name, _, way = column.partition(" ")
         if name == runtime:
-            found[column] = "code" if way else "run"
-    return found or {runtime: "run", f"{runtime} code": "code"}
+            ways[column] = "code" if way else "run"
+    return ways or {runtime: "run", f"{runtime} code": "code"}
 
 
 def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
-    """The allowed outcomes of a case; empty if any safe outcome is allowed. ``-``: it is in another column."""
+    """The expected outcomes of a case; empty if any safe outcome is. ``-``: the case runs in another column."""
     table = expected_table()
     if column not in table.columns:
         return ("-",) if case.of_runtime and column.endswith(" code") else ()
@@ -205,11 +200,11 @@ def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
     return tuple(row[table.columns.index(column)].split(" or "))
 
 
-def is_expected(found: CaseOutcome, outcomes: tuple[str, ...]) -> bool:
-    """True if the outcome was expected."""
+def is_expected(case_outcome: CaseOutcome, outcomes: tuple[str, ...]) -> bool:
+    """True if the outcome is among the expected ones."""
     if outcomes:
-        return found.outcome in outcomes
-    return found.outcome in SAFE or found.outcome.startswith("limit:")
+        return case_outcome.outcome in outcomes
+    return case_outcome.outcome in SAFE or case_outcome.outcome.startswith("limit:")
 
 
 class ExpectedTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -219,6 +214,7 @@ class ExpectedTable(msgspec.Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def expected_table() -> ExpectedTable:
+    """The expected outcomes of all cases."""
     return msgspec.toml.decode((Path(__file__).parent / "expected.toml").read_bytes(), type=ExpectedTable)
 
 
@@ -240,7 +236,7 @@ async def run_case(context: CaseContext, case: ConformanceCase) -> CaseOutcome:
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One case in one column, as it came out. ``expected`` is empty where any safe outcome may come."""
+    """The result of one case in one column. ``expected``: empty if any safe outcome is expected."""
 
     column: str
     case: str
@@ -253,22 +249,21 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_suite(runtime: Runtime, chosen: Iterable[ConformanceCase]) -> AsyncIterator[CaseReport]:
-    """Run cases in every column of a runtime; one line each as it comes."""
-    listed = list(chosen)
-    for (column, way), case in itertools.product(columns(runtime.name).items(), listed):
+    """Run cases in every column of a runtime; yields a report after each."""
+    for (column, way), case in itertools.product(columns(runtime.name).items(), chosen):
         outcomes = expected(column, case)
         if outcomes == ("-",):
             continue
-        begun_at = time.monotonic()
-        found = await run_case(CaseContext(runtime, way), case)
-        is_ok = is_expected(found, outcomes) or found.outcome == NOT_RUN
+        started_at = time.monotonic()
+        outcome = await run_case(CaseContext(runtime, way), case)
+        is_ok = is_expected(outcome, outcomes) or outcome.outcome == NOT_RUN
         yield CaseReport(
             column=column,
             case=case.number,
             title=case.title,
             expected=outcomes,
-            found=found.outcome,
-            evidence=found.evidence,
-            seconds=round(time.monotonic() - begun_at, 2),
+            found=outcome.outcome,
+            evidence=outcome.evidence,
+            seconds=round(time.monotonic() - started_at, 2),
             ok=is_ok,
         )

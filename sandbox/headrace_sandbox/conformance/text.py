@@ -1,4 +1,4 @@
-"""Cases 32, 33 and 37: what goes in and what comes out."""
+"""Cases 32, 33 and 37: unusual input and output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ async def bytes_kept(context: CaseContext) -> str:
     return CONTAINED
 
 
-async def _huge(context: CaseContext, code: str, **given: object) -> str:
+async def _huge(context: CaseContext, code: str, **options: object) -> str:
     try:
-        output = await context.output(code, **given)
+        output = await context.output(code, **options)
     except SandboxFailure as failure:
         if failure.retryable:
             raise
-        return REFUSED  # cleanly: it is said that the request can never go through
+        return REFUSED  # a clean refusal: the failure says that the request can never succeed
     if output != str(HUGE):
         raise Unclear(f"{output[:100]} of {HUGE} bytes arrived")
     return CONTAINED

@@ -1,4 +1,4 @@
-"""A supervisor that is there to be killed: ``python -m headrace_sandbox.conformance.victim RUNTIME WAY MARK``."""
+"""A supervisor that a case kills: ``python -m headrace_sandbox.conformance.victim RUNTIME WAY MARK``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace_sandbox.runtimes.registry import make_runtime
 
 
 async def main(name: str, way: str, mark: str) -> None:
-    """Run a program that would run for a long time."""
+    """Run a program that runs for a long time."""
     runtime = make_runtime(name)
     code = (
         f"import os, sys, time\nif sys.platform != 'linux':\n    time.sleep(60)\nos.execvp('sleep', ['{mark}', '300'])"

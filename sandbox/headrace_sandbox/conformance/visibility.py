@@ -1,4 +1,4 @@
-"""Cases 18 to 20, 38 and 39: what a program can see, and what it leaves for the next one."""
+"""Cases 18 to 20, 38 and 39: things that a program may see, or leave for the next one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ print(dict(os.environ))
     finally:
         del os.environ["HEADRACE_CANARY"]
     here = str(Path(__file__).parent.parent)
-    for what in (secret, "HEADRACE_CANARY", here, os.getcwd() if len(os.getcwd()) > 4 else here):
-        if what in text:
-            raise Escape(f"it saw {what!r} of this machine")
+    for private in (secret, "HEADRACE_CANARY", here, os.getcwd() if len(os.getcwd()) > 4 else here):
+        if private in text:
+            raise Escape(f"it saw {private!r} of this machine")
     return CONTAINED
 
 
@@ -66,14 +66,14 @@ for number in range(3, 256):
     except OSError:
         continue
     if sys.platform == 'wasi' and stat.S_ISDIR(mode):
-        continue  # how WASI gives a folder
+        continue  # WASI passes folders as descriptors
     target = os.readlink(f'/proc/self/fd/{number}') if os.path.exists('/proc/self/fd') else ''
     open_ones.append((number, target))
 print([item for item in open_ones if not item[1].startswith('/scratch')])
 """
-        seen = await context.output(code)
-    if seen != "[]":
-        raise Escape(f"descriptors {seen}")
+        inherited = await context.output(code)
+    if inherited != "[]":
+        raise Escape(f"descriptors {inherited}")
     return CONTAINED
 
 
@@ -132,11 +132,11 @@ sys.exit(0)
             "import sys\nsys.path.insert(0, '.')\n" + grader, files={"grader.py": b"VALUE = 41"}
         )
     ) != "41":
-        raise Escape(f"the next program said {output!r}")
+        raise Escape(f"the next program printed {output!r}")
     return CONTAINED
 
 
-PORTRAIT = """
+SHOW_TRACES = """
 import os, sys, time
 def listing(folder):
     try:
@@ -153,9 +153,9 @@ for path in ('/proc/sysvipc/shm', '/proc/sysvipc/msg', '/proc/sysvipc/sem', '/pr
         print(path, type(error).__name__)
 print([pid for pid in (listing('/proc') if sys.platform == 'linux' else []) if pid.isdigit() and len(pid) > 2])
 """
-"""Shows everything that an earlier program could have left; the same bytes as long as none left anything."""
+"""Prints everything that an earlier program could have left; the output is the same if nothing was left."""
 
-DIRTY = """
+LEAVE_TRACES = """
 import builtins, json, os, sys
 json.dumps = None
 builtins.left = 1
@@ -172,15 +172,15 @@ try:
     import socket
     socket.socket(socket.AF_UNIX).bind('\\0left')
 except (ImportError, AttributeError, OSError):
-    pass  # it has none of them
+    pass  # this Python has none of them
 """
 
 
 @case("39", "leaving something for the next program")
 async def leftovers(context: CaseContext) -> str:
-    before = await context.output(PORTRAIT)
-    await context.output(DIRTY)
-    after = await context.output(PORTRAIT)
+    before = await context.output(SHOW_TRACES)
+    await context.output(LEAVE_TRACES)
+    after = await context.output(SHOW_TRACES)
     if before != after:
         different = [pair for pair in zip(before.splitlines(), after.splitlines(), strict=False) if pair[0] != pair[1]]
         raise Escape(f"the next program sees {different or after}")
