@@ -78,11 +78,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 def check_range(name: str, value: float, least: float, most: float) -> None:
     """Raise SandboxFailure ``bad-limit`` for a value outside the range, or not a number."""
     if not least <= value <= most:
-        allowed = (
-            f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
-        )
+        bounds = f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
         raise SandboxFailure(
-            f"{name} is {value!r}, and must be {allowed}{'' if most < LONGEST_S else ', and finite'}.",
+            f"{name} is {value!r}, and must be {bounds}{'' if most < LONGEST_S else ', and finite'}.",
             kind="bad-limit",
             retryable=False,
         )
