@@ -149,13 +149,13 @@ async def try_network(network: CaseNetwork, context: CaseContext) -> CaseOutcome
     if ": refused" in control or network.count_reached() < len(lines):
         return CaseOutcome(outcome="unclear", evidence=f"not reached from here: {lines}")
     result = await context.run(f"IS_SANDBOX = True\n{TRY}{network.attempts}")
-    tried = result.stdout.text.splitlines()
-    done = [line for line in tried if ": refused" not in line]
-    if (times := network.count_reached()) or done:
-        return CaseOutcome(outcome=ESCAPED, evidence=f"{'; '.join(done)}; the listeners were reached {times} times")
-    if result.fault or len(tried) < len(lines):
-        return CaseOutcome(outcome="unclear", evidence=result.stderr.text or f"{tried}")
-    return CaseOutcome(outcome=REFUSED, evidence="; ".join(tried))
+    output_lines = result.stdout.text.splitlines()
+    escapes = [line for line in output_lines if ": refused" not in line]
+    if (times := network.count_reached()) or escapes:
+        return CaseOutcome(outcome=ESCAPED, evidence=f"{'; '.join(escapes)}; the listeners were reached {times} times")
+    if result.fault or len(output_lines) < len(lines):
+        return CaseOutcome(outcome="unclear", evidence=result.stderr.text or f"{output_lines}")
+    return CaseOutcome(outcome=REFUSED, evidence="; ".join(output_lines))
 
 
 async def main(name: str, way: str, number: str) -> None:

@@ -59,8 +59,8 @@ async def memory_bomb(context: CaseContext) -> str:
     return outcome
 
 
-async def _files_in_memory(context: CaseContext, opened: str) -> str:
-    code = f"import os\nfile = {opened}\nfor _ in range(256):\n    file.write(bytes(1 << 20))\n    file.flush()"
+async def _files_in_memory(context: CaseContext, open_file: str) -> str:
+    code = f"import os\nfile = {open_file}\nfor _ in range(256):\n    file.write(bytes(1 << 20))\n    file.flush()"
     result = await context.run(code, memory_bytes=64 << 20, disk_bytes=1 << 30, file_bytes=1 << 30)
     return CONTAINED if result.fault == "" else outcome_of(result, *FULL, "has no attribute 'memfd_create'")
 
@@ -114,9 +114,9 @@ async def output_flood(context: CaseContext) -> str:
 @case("8", "a megabyte of output in each stream", harmless=True)
 async def much_output(context: CaseContext) -> str:
     result = await context.run("import sys\nsys.stdout.write('o' * 1_000_000)\nsys.stderr.write('e' * 1_000_000)")
-    written = (result.stdout.total_bytes, result.stderr.total_bytes)
-    if result.fault or written != (1_000_000, 1_000_000):
-        raise Unclear(f"{result.fault} {written}")
+    sizes = (result.stdout.total_bytes, result.stderr.total_bytes)
+    if result.fault or sizes != (1_000_000, 1_000_000):
+        raise Unclear(f"{result.fault} {sizes}")
     return CONTAINED
 
 

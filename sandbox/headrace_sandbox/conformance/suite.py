@@ -100,12 +100,12 @@ class CaseContext:
         lines = (await self.output(TRY + code, **options)).splitlines()
         if not lines:
             raise Unclear("the program tried nothing")
-        done = [line for line in lines if not line.partition(": ")[2].startswith("refused")]
-        if not done:
+        successes = [line for line in lines if not line.partition(": ")[2].startswith("refused")]
+        if not successes:
             return REFUSED
         if await self.has_own_kernel():
             return VIRTUAL
-        raise Escape("; ".join(done))
+        raise Escape("; ".join(successes))
 
     async def has_own_kernel(self) -> bool:
         """True if the kernel that a program sees is not this machine's."""
@@ -228,8 +228,8 @@ async def run_case(context: CaseContext, case: ConformanceCase) -> CaseOutcome:
         return CaseOutcome(outcome=ESCAPED, evidence=str(escape))
     except Unclear as unclear:
         return CaseOutcome(outcome="unclear", evidence=str(unclear))
-    except SkipCase as missing:
-        return CaseOutcome(outcome=NOT_RUN, evidence=str(missing))
+    except SkipCase as skip:
+        return CaseOutcome(outcome=NOT_RUN, evidence=str(skip))
     except SandboxFailure as failure:
         kind = {"not-offered": NOT_OFFERED, "unkillable": UNKILLABLE}.get(failure.kind, f"failure:{failure.kind}")
         return CaseOutcome(outcome=kind, evidence=str(failure))

@@ -13,13 +13,13 @@ import msgspec
 from headrace_sandbox.result import LimitName
 
 Verdict = Literal["passed", "wrong", "error", "limit"]
-"""``passed``; ``wrong``: ended well, with unexpected output; ``error``: failed, or gave no answer; ``limit``: ran into
-a limit."""
+"""``passed``; ``wrong``: succeeded, with unexpected output; ``error``: failed, or gave no answer; ``limit``: ran into a
+limit."""
 
 
 class StdioCase(msgspec.Struct, frozen=True, kw_only=True, tag="stdio"):
-    """The submission is a program: ``stdin`` goes in, and its whole standard output should be ``stdout``, spaces and
-    line ends around it aside."""
+    """The submission is a program that reads ``stdin``, and should print ``stdout`` and nothing else; surrounding
+    whitespace is ignored."""
 
     stdin: str = ""
     stdout: str
@@ -27,7 +27,7 @@ class StdioCase(msgspec.Struct, frozen=True, kw_only=True, tag="stdio"):
 
 class CallCase(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
     """The submission defines ``function`` (``f``, or ``Solution.f`` of a class that is made without arguments), which
-    is called once and should return ``expected``. What it prints is ignored."""
+    is called once and should return ``expected``. Its output is ignored."""
 
     function: str
     arguments: list[Any] = []
@@ -38,8 +38,8 @@ Case = StdioCase | CallCase
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one case. ``limit``: the limit that it ran into. ``detail``: why it did not pass, for people; after an
-    error, the end of its standard error. ``wall_s``: the time of the program alone."""
+    """Result of one case. ``limit``: the limit that it ran into. ``detail``: the reason that it did not pass, for
+    people; after an error, the end of its standard error. ``wall_s``: the time of the program alone."""
 
     verdict: Verdict
     limit: LimitName | None = None

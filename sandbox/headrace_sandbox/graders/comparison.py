@@ -1,10 +1,10 @@
 """Comparison of actual and expected output, outside the sandbox.
 
 * Numbers are equal within ``CLOSE`` where one of them is a float, else exactly; a bool is only equal to a bool.
-* A tuple is a list. A set is a list in any order. Keys of a mapping are compared as JSON writes them.
+* A tuple equals a list. A set equals a list in any order. Keys of a mapping are compared in their JSON form.
 * Output that cannot be read as an answer equals nothing.
-* The time to read and compare depends on the size of an answer only, never on its content: at most ``MOST_NEAR`` items
-  of a set may be close to expected ones without being equal.
+* The time to read and compare an answer depends only on its size, never on its content: at most ``MOST_NEAR`` items of
+  a set may be close to expected ones without being equal.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class MappingAnswer(NamedTuple):
     items: list[tuple[Any, Any]]
 
 
-def same_text(written: str, expected: str) -> bool:
+def same_text(output: str, expected: str) -> bool:
     """True if the output is the expected one, ignoring surrounding whitespace."""
-    return written.strip() == expected.strip()
+    return output.strip() == expected.strip()
 
 
 def read_answer(answer: bytes) -> Any:
-    """The value that an answer holds. Raises UnreadableAnswer."""
+    """The value in an answer. Raises UnreadableAnswer."""
     try:
         return _value(json.loads(answer))
     except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
         raise UnreadableAnswer(f"{type(error).__name__}: {error}") from error
 
 
-def same_value(given: Any, expected: Any) -> bool:
-    """True if a value equals the expected one, which may hold JSON values, tuples, sets and bytes."""
+def same_value(actual: Any, expected: Any) -> bool:
+    """True if a value equals the expected one, which may contain JSON values, tuples, sets and bytes."""
     try:
-        return _same(given, expected)
+        return _same(actual, expected)
     except RecursionError:
         return False
 
@@ -72,40 +72,40 @@ def _value(node: Any) -> Any:
             return SetAnswer([_value(item) for item in content])
         case "map":
             return MappingAnswer([(_value(key), _value(item)) for key, item in content])
-    raise ValueError(f"no kind of value is {tag!r}")
+    raise ValueError(f"{tag!r} is not a kind of value")
 
 
-def _same(given: Any, expected: Any) -> bool:
-    if isinstance(expected, bool) or isinstance(given, bool):
-        return given is expected
-    if isinstance(expected, int | float) and isinstance(given, int | float):
-        return _same_number(given, expected)
-    if isinstance(given, SetAnswer):
-        return isinstance(expected, list | tuple | set | frozenset) and _same_set(given.items, list(expected))
-    if isinstance(given, MappingAnswer):
-        return isinstance(expected, dict) and _same_map(given.items, expected)
+def _same(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, bool) or isinstance(actual, bool):
+        return actual is expected
+    if isinstance(expected, int | float) and isinstance(actual, int | float):
+        return _same_number(actual, expected)
+    if isinstance(actual, SetAnswer):
+        return isinstance(expected, list | tuple | set | frozenset) and _same_set(actual.items, list(expected))
+    if isinstance(actual, MappingAnswer):
+        return isinstance(expected, dict) and _same_map(actual.items, expected)
     if isinstance(expected, list | tuple):
-        return isinstance(given, list) and len(given) == len(expected) and all(map(_same, given, expected))
-    return type(given) is type(expected) and bool(given == expected)
+        return isinstance(actual, list) and len(actual) == len(expected) and all(map(_same, actual, expected))
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
-def _same_number(given: float, expected: float) -> bool:
-    if isinstance(given, int) and isinstance(expected, int):
-        return given == expected
+def _same_number(actual: float, expected: float) -> bool:
+    if isinstance(actual, int) and isinstance(expected, int):
+        return actual == expected
     try:
-        return math.isclose(given, expected, rel_tol=CLOSE, abs_tol=CLOSE) or given == expected
+        return math.isclose(actual, expected, rel_tol=CLOSE, abs_tol=CLOSE) or actual == expected
     except OverflowError:
         return False
 
 
-def _same_set(given: list[Any], expected: list[Any]) -> bool:
-    if len(given) != len(expected):
+def _same_set(actual: list[Any], expected: list[Any]) -> bool:
+    if len(actual) != len(expected):
         return False
     alike: dict[Any, list[Any]] = {}
     for item in expected:
         alike.setdefault(_exact(item), []).append(item)
     others = []
-    for item in given:
+    for item in actual:
         equal = alike.get(_exact(item))
         if equal:
             equal.pop()
@@ -131,13 +131,13 @@ def _exact(value: Any) -> Any:
     return object()
 
 
-def _same_map(given: list[tuple[Any, Any]], expected: dict[Any, Any]) -> bool:
-    if len(given) != len(expected):
+def _same_map(actual: list[tuple[Any, Any]], expected: dict[Any, Any]) -> bool:
+    if len(actual) != len(expected):
         return False
     expected_items = {_key(key): item for key, item in expected.items()}
-    given_items = {_key(key): item for key, item in given}
-    return given_items.keys() == expected_items.keys() and all(
-        _same(item, expected_items[key]) for key, item in given_items.items()
+    actual_items = {_key(key): item for key, item in actual}
+    return actual_items.keys() == expected_items.keys() and all(
+        _same(item, expected_items[key]) for key, item in actual_items.items()
     )
 
 

@@ -1,52 +1,49 @@
-"""Grades a submission: each case in a fresh sandbox, judged here.
+"""Grades a submission: runs each case in a fresh sandbox, and compares the output outside.
 
-* A sandbox holds the submission and the input; the expected output never enters one.
-* A verdict rests on how the program ended, as seen from outside, and on its output; never on a claim of the program.
+* A sandbox has the submission and the input; the expected output never enters one.
+* A verdict rests on the program's end, as observed from outside, and on its output; never on a claim of the program.
 * A case cannot leave anything to the next one.
 * A fault of a sandbox raises an error; it never becomes a verdict.
 
 The guarantee for both kinds of case: a submission that passes has written the expected output. A submission may take
-over its own process and the code that calls it; nothing in there says which output would pass.
+over its own process and the code that calls it, but the expected output is not there.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from headrace_sandbox import guest
 from headrace_sandbox.graders.cases import Case, CaseResult, StdioCase
 from headrace_sandbox.graders.comparison import UnreadableAnswer, read_answer, same_text, same_value
 from headrace_sandbox.guest.values import encode
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
-
-GUEST = Path(guest.__file__).parent
+from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 
 IMPORT = "from headrace_sandbox.guest.values import"
 
 
 def guest_source(name: str) -> str:
     """The source of a guest program, preceded by ``values.py``, which it needs."""
-    return "\n".join((GUEST / part).read_text().replace(IMPORT, "# from above:") for part in ("values.py", name))
+    return "\n".join(guest_text(part).replace(IMPORT, "# from above:") for part in ("values", name))
 
 
-FUNCTION_CALL = guest_source("function_call.py")
+FUNCTION_CALL = guest_source("function_call")
 """The guest program that calls the function of a submission."""
 
 SPARE_BYTES = 64 << 10
-"""Bytes of output kept beyond the size of the expected one: for whitespace, or another notation."""
+"""Bytes of output that are kept beyond the size of the expected one, for whitespace or another notation."""
 
 DETAIL_CHARACTERS = 1000
-"""Characters of standard error that a detail quotes: its end, which names the error."""
+"""Characters that a detail quotes from the end of standard error, which names the error."""
 
 
 class CodeRunner(Protocol):
-    """Interface that runs a submission: a runtime, or a pool in front of one."""
+    """The interface of a runtime, or of a pool, that runs a submission."""
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
@@ -63,8 +60,8 @@ async def grade(
 ) -> list[CaseResult]:
     """Grade a submission in Python; returns a result for each case, in order. Raises SandboxFailure.
 
-    ``limits`` apply to each case. ``at_once``: cases that run at a time. ``stop_early``: start no case after one
-    that did not pass; the results then end with it, or a little later. ``domain``: the program's trust domain.
+    ``limits`` apply to each case. ``at_once``: the most cases that run at a time. ``stop_early``: start no case after
+    one that did not pass; the results then end with it, or a little later. ``domain``: the program's trust domain.
     """
     source = source.encode(errors="replace").decode()
     slots = asyncio.Semaphore(at_once)
@@ -100,7 +97,7 @@ async def _grade_case(runtime: CodeRunner, source: str, case: Case, limits: Limi
 
 
 def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
-    """The program to run, and roughly how many bytes it should write."""
+    """The program to run, and roughly the number of bytes that it should write."""
     if isinstance(case, StdioCase):
         return PythonProgram(code=source, stdin=case.stdin.encode(), domain=domain), len(case.stdout.encode())
     request = {"source": source, "function": case.function, "arguments": encode(case.arguments)}
@@ -109,9 +106,9 @@ def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
 
 
 def _mismatch(case: Case, result: ExecResult) -> str:
-    """The reason that the output is not the expected one; empty if it is."""
+    """The difference from the expected output; empty if there is none."""
     if result.stdout.truncated:
-        return f"it wrote {result.stdout.total_bytes} bytes, far more than the expected output has"
+        return f"it wrote {result.stdout.total_bytes} bytes, far more than expected"
     if isinstance(case, StdioCase):
         return "" if same_text(result.stdout.text, case.stdout) else "its output is not the expected one"
     if not result.stdout.total_bytes:

@@ -1,15 +1,15 @@
 """Grades a submission by unit tests that it never sees: test functions, and cases of ``unittest``.
 
-* Tests run in a process of their own, beside the submission's and out of its reach; what they ask of the module goes
-  to the submission, and data comes back. Expected values stay with the tests.
-* Each test has a process of the submission of its own.
-* A verdict is what the tests' process wrote. If a submission kills that process, the remaining tests have no verdict,
+* Tests run in a process of their own, beside the submission's and out of its reach; their calls of the module go to the
+  submission, and data comes back. Expected values stay with the tests.
+* Each test has its own process of the submission.
+* Verdicts come from the tests' process alone. If a submission kills that process, the remaining tests have no verdict,
   which is an error.
 * Tests that cannot be loaded, or an empty set of tests, are a failure of the environment, not of the submission.
 
-The guarantee is that of a call (``CallCase``): a test passes only if the data that it got is what it expects. Objects
-of the submission cannot be compared, since their own code would decide the result. Not supported: pytest fixtures and
-plugins, subclasses of the submission's classes, its own exceptions by class, callbacks.
+The guarantee is that of a call (``CallCase``): a test passes only if it got the data that it expects. Objects of the
+submission cannot be compared, since their own code would decide the result. Not supported: pytest fixtures and plugins,
+subclasses of the submission's classes, its own exceptions by class, callbacks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace_sandbox.runtimes.base import SandboxCommand
 PYTHON = "python3"
 
 KEPT_BYTES = 4 << 20
-"""Bytes of verdicts that are kept: more than any number of tests needs."""
+"""Most bytes of verdicts that are kept; far more than tests need."""
 
 
 class CommandRunner(Protocol):
-    """Interface that runs the tests: a runtime, or a pool in front of one."""
+    """The interface of a runtime, or of a pool, that runs the tests."""
 
     async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult: ...
 
@@ -48,17 +48,17 @@ async def grade_unit_tests(
         "module": module,
         "source": source.encode(errors="replace").decode(),
         "tests": tests,
-        "submission": guest_source("submission.py"),
+        "submission": guest_source("submission"),
     }
     command = SandboxCommand(
-        arguments=[PYTHON, "-I", "-c", guest_source("unit_test_runner.py")], stdin=msgspec.json.encode(request)
+        arguments=[PYTHON, "-I", "-c", guest_source("unit_test_runner")], stdin=msgspec.json.encode(request)
     )
     result = await runtime.run(command, msgspec.structs.replace(limits, kept_bytes=KEPT_BYTES))
     names, verdicts = _read(result)
     if not names:
         message = result.stderr.text.strip()[-1000:]
         raise EnvironmentFailure(
-            f"The tests cannot be run: {message or 'there are none'}",
+            f"The tests cannot be run: {message or 'no tests were defined'}",
             hint="Tests are functions whose names begin with test, or classes of unittest.TestCase.",
             kind="bad-tests",
             retryable=False,
@@ -67,20 +67,20 @@ async def grade_unit_tests(
 
 
 def _read(result: ExecResult) -> tuple[list[str], dict[str, CaseResult]]:
-    """The tests that were found, and the verdicts that were written; the last line may be cut short."""
+    """The names of the tests, and the verdicts; the last line may be incomplete."""
     names: list[str] = []
     verdicts: dict[str, CaseResult] = {}
     for line in result.stdout.head.split(b"\n")[:-1]:
-        message: dict[str, Any] = json.loads(line)
-        if "tests" in message:
-            names = message["tests"]
+        report: dict[str, Any] = json.loads(line)
+        if "tests" in report:
+            names = report["tests"]
         else:
-            verdicts[message["test"]] = CaseResult(verdict=message["verdict"], detail=message["detail"])
+            verdicts[report["test"]] = CaseResult(verdict=report["verdict"], detail=report["detail"])
     return names, verdicts
 
 
 def _missing_verdict(result: ExecResult) -> CaseResult:
-    """A test that has no verdict."""
+    """The result of a test without a verdict."""
     if result.fault == "limit":
         return CaseResult(verdict="limit", limit=result.limit, detail=f"limit: {result.limit}")
     return CaseResult(verdict="error", detail="the process of the tests ended before it ran this one")

@@ -1,16 +1,15 @@
-"""Verdict files: the reward that a grader wrote for a task, read strictly after the grader ended well.
+"""Verdict files: the reward that a grader wrote for a task, read only after the grader succeeded.
 
 * The file holds one decimal number in the declared range, in ASCII, and at most one line end. Nothing else is a reward.
-* A grader that did not end with 0, or left no file, gave no verdict: a failure, never a reward of 0.
-* What stands in the file's place before the grader starts is removed: a submission cannot write a verdict.
+* A grader that did not exit with 0, or left no file, gave no verdict: a failure, never a reward of 0.
+* Anything at the file's path is removed before the grader starts: a submission cannot write a verdict.
 * A failure carries the end of the grader's output.
 
 The guarantee: a number that was there before the grader, or that the grader's exit code did not confirm, is never
-taken as a verdict. In a fresh sandbox (``grade_by_file``) nothing of the submission runs but what the grader starts.
-Not guaranteed: a session of a sandbox that lives may have left a background process that writes there after the
-grader, so close sessions first. And a grader that runs the submission in its own sandbox shares its user with it, so
-the submission may write the file itself. Let such a grader only inspect what the submission left, or test it by cases
-(``grade``).
+taken as a verdict. In a fresh sandbox (``grade_by_file``) the submission runs only if the grader starts it.
+Not guaranteed: a session of a persistent sandbox may have left a background process that writes there after the grader,
+so close sessions first. A grader that runs the submission in its own sandbox shares its user with it, so the submission
+may write the file itself. Such a grader should only inspect the submission's files, or test it by cases (``grade``).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Sandbox, SandboxCommand, Template
 
 VERDICT = "verdict"
-"""Path below the scratch folder that a grader writes; its environment has it as VERDICT."""
+"""The verdict file, below the scratch folder; a grader's environment names it as VERDICT."""
 
 WORK = "work"
-"""The folder with what a submission left, in a fresh sandbox; its environment names it as WORK."""
+"""The folder with a submission's files, in a fresh sandbox; a grader's environment names it as WORK."""
 
 SPARE_S = 60.0
 """Seconds that a fresh sandbox lives beyond the time limit of its grader."""
@@ -39,13 +38,13 @@ TAIL_CHARACTERS = 2000
 """Characters of the grader's output that a failure quotes."""
 
 REMOVE = 'chmod u+rwx "$2"; [ -L "$1" ] || chmod -R u+rwx -- "$1"; rm -rf -- "$1"'
-"""Shell script: the old content may be folders that even their owner cannot change."""
+"""A shell script; old content may be folders that even their owner cannot change without chmod."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,17}(\.[0-9]{1,17})?\n?")
 
 
 class SandboxOpener(Protocol):
-    """Interface that opens sandboxes: a runtime, or a pool in front of one."""
+    """The interface of a runtime, or of a pool, that opens sandboxes."""
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox: ...
 
@@ -59,8 +58,8 @@ async def grade_by_file(
     lowest: float = 0.0,
     highest: float = 1.0,
 ) -> float:
-    """The reward for a submission's files (``work``, a tar archive), graded in a fresh sandbox that holds nothing but
-    them and the grader's files.
+    """The reward for a submission's files (``work``, a tar archive), graded in a fresh sandbox that has only them and
+    the grader's files.
 
     Raises EnvironmentFailure ``no-verdict`` or ``bad-verdict``, and SandboxFailure.
     """
@@ -75,7 +74,7 @@ async def grade_by_file(
 async def verdict_of(
     sandbox: Sandbox, grader: SandboxCommand, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
 ) -> float:
-    """The reward that a grader gives in a sandbox that lives. Raises as ``grade_by_file``.
+    """The reward that a grader gives in a persistent sandbox. Raises as ``grade_by_file``.
 
     Close its sessions before: their background processes share a user with the grader, and could write the file.
     """
@@ -88,7 +87,7 @@ async def verdict_of(
     )
     result = await sandbox.run(command, limits)
     if result.fault:
-        raise _no_verdict(f"The grader did not end well: {_describe_end(result)}.", result)
+        raise _no_verdict(f"The grader failed: {_describe_end(result)}.", result)
     try:
         content = await sandbox.read(VERDICT, MOST_BYTES)
     except SandboxFailure as failure:

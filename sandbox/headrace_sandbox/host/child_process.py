@@ -32,13 +32,13 @@ class ChildProcess:
     """A program that was started. ``program`` is for ``watch_program``; leaving the context kills the process group."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, handed: Sequence[int] = ()
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, passed_fds: Sequence[int] = ()
     ) -> None:
-        """Start it in ``folder`` with three pipes and the descriptors ``handed``. Raises SandboxFailure
+        """Start it in ``folder`` with three pipes and the descriptors ``passed_fds``. Raises SandboxFailure
         ``sandbox-not-made``."""
         try:
             self.process = popen_with_pipes(
-                arguments, env=environment, pass_fds=handed, start_new_session=True, cwd=folder
+                arguments, env=environment, pass_fds=passed_fds, start_new_session=True, cwd=folder
             )
         except OSError as error:
             if error.errno == errno.E2BIG:

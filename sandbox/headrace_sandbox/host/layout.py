@@ -15,6 +15,6 @@ USR_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
-def program_environment(given: Mapping[str, str]) -> dict[str, str]:
+def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of a program: the usual variables, and those given."""
-    return {"PATH": PROGRAM_PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **given}
+    return {"PATH": PROGRAM_PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **variables}

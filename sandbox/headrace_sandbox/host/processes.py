@@ -81,11 +81,11 @@ def kill_all(find: Callable[[], Iterable[int]]) -> list[int]:
     ``unkillable``."""
     deadline = time.monotonic() + KILL_ALL_S
     killed: set[int] = set()
-    while found := set(find()):
+    while pids := set(find()):
         if time.monotonic() > deadline:
-            raise processes_unkillable(sorted(found))
-        killed |= found
-        for pid in found:
+            raise processes_unkillable(sorted(pids))
+        killed |= pids
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)

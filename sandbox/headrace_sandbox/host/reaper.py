@@ -86,13 +86,13 @@ def _holders_of_dead_supervisors() -> Iterator[int]:
 
 def _supervisors_groups(root: Path) -> Iterator[Path]:
     """Control groups of all supervisors, each hierarchy once."""
-    seen: set[Path] = set()
+    parents: set[Path] = set()
     for parent in (root / PARENT, *root.glob(f"*/{PARENT}")):
-        found = parent.resolve()
-        if found in seen or not found.is_dir():
+        folder = parent.resolve()
+        if folder in parents or not folder.is_dir():
             continue
-        seen.add(found)
-        yield from (path for path in found.iterdir() if path.is_dir() and _may_remove(path))
+        parents.add(folder)
+        yield from (path for path in folder.iterdir() if path.is_dir() and _may_remove(path))
 
 
 def _may_remove(path: Path) -> bool:

@@ -206,10 +206,10 @@ class SupportsSweep(Protocol):
         ...
 
 
-def not_offered(runtime: str, what: str) -> SandboxFailure:
+def not_offered(runtime: str, subject: str) -> SandboxFailure:
     """The failure of a call that a runtime does not support."""
     return SandboxFailure(
-        f"The runtime {runtime} has no {what}.",
+        f"The runtime {runtime} has no {subject}.",
         hint="`headrace sandbox doctor` lists what each runtime here has.",
         kind="not-offered",
         retryable=False,
@@ -239,17 +239,17 @@ def _check_environment(environment: Mapping[str, str]) -> None:
         _check_text(f"The variable {name}", value)
 
 
-def _check_text(what: str, text: str) -> None:
+def _check_text(subject: str, text: str) -> None:
     if "\0" in text:
-        raise bad_command(f"{what} has a NUL in it, which no program can receive.")
-    _check_unicode(what, text)
+        raise bad_command(f"{subject} has a NUL in it, which no program can receive.")
+    _check_unicode(subject, text)
 
 
-def _check_unicode(what: str, text: str) -> None:
+def _check_unicode(subject: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise bad_command(f"{what} is not Unicode: it has half a character in it.") from error
+        raise bad_command(f"{subject} is not Unicode: it has half a character in it.") from error
 
 
 def _check_files(files: Mapping[str, bytes]) -> None:

@@ -47,12 +47,12 @@ def make_runtime(name: str, *, allow_unsafe: bool = False) -> Runtime:
         )
     for point in entry_points(group=GROUP, name=name):
         try:
-            made: Runtime = point.load()()
+            runtime: Runtime = point.load()()
         except ImportError as error:
             raise SandboxFailure(
                 f"The runtime {name} cannot be loaded: {error}.", kind="runtime-missing", retryable=False
             ) from error
-        return made
+        return runtime
     raise SandboxFailure(
         f"The runtime {name!r} does not exist.",
         hint=f"The runtimes are {', '.join(runtime_names())}.",
@@ -83,15 +83,15 @@ async def make_runtime_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
     """A runtime, made in a thread: a slow one does not block the event loop, and one that hangs does not block the end
     of this process. Raises SandboxFailure."""
     loop = asyncio.get_running_loop()
-    made: asyncio.Future[Runtime] = loop.create_future()
+    pending: asyncio.Future[Runtime] = loop.create_future()
 
     def settle(runtime: Runtime | None, error: Exception | None) -> None:
-        if made.done():
+        if pending.done():
             return
         if error is not None:
-            made.set_exception(error)
+            pending.set_exception(error)
         elif runtime is not None:
-            made.set_result(runtime)
+            pending.set_result(runtime)
 
     def make() -> None:
         runtime, failure = None, None
@@ -105,6 +105,6 @@ async def make_runtime_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
     threading.Thread(target=make, daemon=True, name=f"make-{name}").start()
     try:
         async with timeout(MAKE_S):
-            return await made
+            return await pending
     except TimeoutError:
         raise self_test_failed(name, f"it was not made within {MAKE_S:g} s") from None

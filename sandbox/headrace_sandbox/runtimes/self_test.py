@@ -117,13 +117,13 @@ async def _test(runtime: Runtime) -> SelfTest:
             return SelfTest(isolation=printed.isolation, missing=missing, hint="The sandbox needs a python3 inside.")
         runners.append(run)
     holds: dict[str, bool] = {}
-    for found in await asyncio.gather(*(_probe(run, runtime.isolation) for run in runners)):
-        holds |= {name: is_so and holds.get(name, True) for name, is_so in found.items()}
+    for results in await asyncio.gather(*(_probe(run, runtime.isolation) for run in runners)):
+        holds |= {name: is_so and holds.get(name, True) for name, is_so in results.items()}
     return _self_test_result(runtime.isolation, holds, cost_s)
 
 
 def _self_test_result(isolation: Isolation, holds: dict[str, bool], cost_s: dict[str, float]) -> SelfTest:
-    proven, missing = ([name for name, is_so in holds.items() if is_so is wanted] for wanted in (True, False))
+    proven, missing = ([name for name, is_so in holds.items() if is_so is value] for value in (True, False))
     if not isolation.is_sandbox:
         return SelfTest(isolation=isolation, proven=proven, cost_s=cost_s)
     hint = "It does not isolate here; do not use it, and report this as a defect." if missing else ""
@@ -134,13 +134,13 @@ async def _probe(run: RunPython, isolation: Isolation) -> dict[str, bool]:
     with _forbidden_things() as arguments:
         probed, endless = await asyncio.gather(run(PROBE, arguments, LIMITS), run(ENDLESS, (), SHORT_LIMITS))
     try:
-        found: dict[str, bool] = json.loads(probed.stdout.text)
+        results: dict[str, bool] = json.loads(probed.stdout.text)
     except ValueError:
         return {f"runs the probe ({_describe_end(probed)})": False}
-    found["an end in time"] = endless.limit == "time"
+    results["an end in time"] = endless.limit == "time"
     if "memory_bytes" in isolation.active:
-        found["bounded memory"] = (await run(LARGE_ALLOCATION, (), SMALL_LIMITS)).exit_code != 0
-    return found
+        results["bounded memory"] = (await run(LARGE_ALLOCATION, (), SMALL_LIMITS)).exit_code != 0
+    return results
 
 
 def _describe_end(result: ExecResult) -> str:

@@ -32,7 +32,7 @@ from headrace.server.uvicorn_protocol import DISCONNECT_CALLBACKS
 from headrace.wire.messages import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased_sandbox import LeasedSandbox, lease_over
 from headrace_sandbox.pool.pool import Pool
-from headrace_sandbox.result import Limits, check_range
+from headrace_sandbox.result import ExecResult, Limits, check_range
 from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
@@ -162,6 +162,9 @@ class App:
             work = self._pool.run(request.command, request.limits, owner=request.owner, wait_s=request.wait_s)
         else:
             raise InvalidRequest("The request has neither a command nor a program.", hint="Give exactly one of them.")
+        return await self._reply_with_result(work)
+
+    async def _reply_with_result(self, work: Awaitable[ExecResult]) -> HttpReply:
         with self._metrics.failures():
             result = await work
         _count_later(self._metrics.ended, result)
@@ -192,10 +195,7 @@ class App:
     async def _run_in(self, leased: LeasedSandbox, body: bytes) -> HttpReply:
         request = _decode(body, messages.CommandRequest)
         self._check_kept_bytes(request.limits)
-        with self._metrics.failures():
-            result = await leased.run(request.command, request.limits)
-        _count_later(self._metrics.ended, result)
-        return HttpReply(msgspec.msgpack.encode(result))
+        return await self._reply_with_result(leased.run(request.command, request.limits))
 
     async def _read(self, leased: LeasedSandbox, body: bytes) -> HttpReply:
         request = _decode(body, messages.FileRequest)
@@ -258,10 +258,7 @@ class App:
     async def _run_cell(self, session: Session, body: bytes) -> HttpReply:
         request = _decode(body, messages.CellRequest)
         self._check_kept_bytes(request.limits)
-        with self._metrics.failures():
-            result = await session.run(request.cell, request.limits)
-        _count_later(self._metrics.ended, result)
-        return HttpReply(msgspec.msgpack.encode(result))
+        return await self._reply_with_result(session.run(request.cell, request.limits))
 
     async def _interrupt(self, session: Session, body: bytes) -> HttpReply:
         await session.interrupt()

@@ -72,7 +72,7 @@ class Bwrap:
         self,
         arguments: Sequence[str],
         limits: Limits,
-        handed: Sequence[int],
+        passed_fds: Sequence[int],
         stdin: int | IO[bytes],
         entries: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
@@ -88,7 +88,7 @@ class Bwrap:
                 [*prefix, self._bwrap, *options, *arguments],
                 env={SUPERVISOR_VARIABLE: str(this_supervisor())},
                 stdin=stdin,
-                pass_fds=handed,
+                pass_fds=passed_fds,
                 start_new_session=True,
                 cwd="/",
             )

@@ -204,9 +204,9 @@ class _ServerProcess:
         except (TimeoutError, OSError):
             return False
 
-    def request_slot(self, handed: Sequence[int]) -> None:
+    def request_slot(self, passed_fds: Sequence[int]) -> None:
         """Request a slot with these descriptors. Raises SandboxFailure ``sandbox-lost``."""
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed_fds))
         try:
             self._requests.sendmsg([b"1"], [rights])
         except OSError as error:

@@ -98,10 +98,10 @@ class Slot:
         self._is_gone, self._status, self._disk_full = False, None, False
         with Descriptors() as owned:
             (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = owned.pipe(), owned.pipe(), owned.pipe()
-            handed = [stdin, stdout, stderr, owned.own(memory_file(request))]
+            passed_fds = [stdin, stdout, stderr, owned.own(memory_file(request))]
             end = owned.own(os.dup(self._socket.fileno()))
             try:
-                self._socket.sendmsg([b"1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))])
+                self._socket.sendmsg([b"1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed_fds))])
             except OSError as error:
                 raise sandbox_lost(f"The child in a slot accepts no program: {error}.") from error
             owned.release(our_stdin, our_stdout, our_stderr, end)

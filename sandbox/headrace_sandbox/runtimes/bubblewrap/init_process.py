@@ -146,7 +146,7 @@ class InitProcess:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             return BubblewrapSessionHost(reader, writer, pidfd, stack.pop_all())
 
-    def _send(self, request: dict[str, Any], handed: Sequence[int], stack: contextlib.ExitStack) -> InnerProgram:
+    def _send(self, request: dict[str, Any], passed_fds: Sequence[int], stack: contextlib.ExitStack) -> InnerProgram:
         """Send a request with these descriptors."""
         assert self._bounds is not None
         with Descriptors() as owned:
@@ -154,7 +154,7 @@ class InitProcess:
             owned.own(theirs)
             entries = [owned.own(os.open(path, os.O_WRONLY)) for path in self.group.entries]
             content = owned.own(memory_file(json.dumps({**request, "group_entries": len(entries)}).encode()))
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [content, theirs, *entries, *handed]))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [content, theirs, *entries, *passed_fds]))
             try:
                 self._requests.sendmsg([b"r"], [rights])
             except OSError as error:

@@ -217,9 +217,9 @@ class BubblewrapRuntime:
             *("--seccomp", f"{filter_}", "--json-status-fd", f"{status}", "--block-fd", f"{waits_inside}"),
             *("--", *self._fallback_limits(limits), *command.arguments),
         ]
-        handed = [waits_inside, filter_, *contents.values()]
-        process = self._bwrap.start(arguments, limits, [status, mounting, *handed], subprocess.PIPE, group.entries)
-        owned.close(*handed)
+        passed_fds = [waits_inside, filter_, *contents.values()]
+        process = self._bwrap.start(arguments, limits, [status, mounting, *passed_fds], subprocess.PIPE, group.entries)
+        owned.close(*passed_fds)
         return process
 
     def _fallback_limits(self, limits: Limits) -> list[str]:

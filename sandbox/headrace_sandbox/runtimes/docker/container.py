@@ -164,30 +164,30 @@ class DockerContainer:
         watcher = StreamWatcher(
             streams, limits, kills, lambda: self._usage_since(before).cpu_s, marked=True, on_start=on_start
         )
-        seen = await watcher.run(program.stdin)
+        outcome = await watcher.run(program.stdin)
         usage = self._usage_since(before)
         code, was_started = await self._exec_status(id_)
-        if seen.limit is not None:
-            lost = "It could not be ended inside its sandbox, which was ended with it." if seen.kills > 1 else None
-            return ContainerProgramOutcome(seen, None, usage, lost)
+        if outcome.limit is not None:
+            lost = "It could not be ended inside its sandbox, which was ended with it." if outcome.kills > 1 else None
+            return ContainerProgramOutcome(outcome, None, usage, lost)
         if code is None or code == KILLED:
             if not await self.is_alive():
                 usage = msgspec.structs.replace(usage, memory_kills=1)
-                return ContainerProgramOutcome(seen, None, usage, await self.why_gone())
+                return ContainerProgramOutcome(outcome, None, usage, await self.why_gone())
             if code is None:
                 raise sandbox_lost("The daemon does not report the program's exit status.")
             if self._group is None:
-                usage = msgspec.structs.replace(usage, memory_kills=await self._count_events("oom", seen.wall_s))
+                usage = msgspec.structs.replace(usage, memory_kills=await self._count_events("oom", outcome.wall_s))
         if not was_started:  # then the output is the daemon's own
             usage = self._usage_since(at_first)
             if not usage.memory_kills:
                 raise SandboxFailure(
-                    f"The daemon could not start the program: {seen.stdout.text.strip()}.",
+                    f"The daemon could not start the program: {outcome.stdout.text.strip()}.",
                     kind="sandbox-not-made",
                     retryable=True,
                 )
-            seen = seen._replace(stdout=Output(), stderr=Output())
-        return ContainerProgramOutcome(seen, exit_status(code), usage, None)
+            outcome = outcome._replace(stdout=Output(), stderr=Output())
+        return ContainerProgramOutcome(outcome, exit_status(code), usage, None)
 
     async def connect(self, program: ExecProgram) -> Streams:
         """Start a program of ours by exec; returns the connection to it. Raises SandboxFailure, or NotRunning."""
@@ -205,7 +205,7 @@ class DockerContainer:
             raise
         before = self.usage()
         watcher = StreamWatcher(streams, limits, [self.kill], lambda: self._usage_since(before).cpu_s, marked=False)
-        seen = await watcher.run(stdin)
+        outcome = await watcher.run(stdin)
         usage = self._usage_since(before)
         state = await self.state()
         for _ in range(POLLS):
@@ -217,12 +217,12 @@ class DockerContainer:
             raise sandbox_lost("The program ended its output, and the daemon does not report its exit status.")
         if state.is_out_of_memory and not usage.memory_kills:
             usage = msgspec.structs.replace(usage, memory_kills=1)
-        if seen.limit is not None:
-            return ContainerProgramOutcome(seen, None, usage, None)
+        if outcome.limit is not None:
+            return ContainerProgramOutcome(outcome, None, usage, None)
         was_signal = state.exit_code > SHELL_SIGNALS
-        if was_signal and not usage.memory_kills and await self._count_events("kill", seen.wall_s):
+        if was_signal and not usage.memory_kills and await self._count_events("kill", outcome.wall_s):
             raise self._lost(state)
-        return ContainerProgramOutcome(seen, exit_status(state.exit_code), usage, None)
+        return ContainerProgramOutcome(outcome, exit_status(state.exit_code), usage, None)
 
     async def kill_programs(self) -> None:
         """Kill all processes in it but its own; does not report success."""
@@ -266,8 +266,8 @@ class DockerContainer:
 
     async def state(self) -> ContainerState:
         """The present state of the container. Raises SandboxFailure ``sandbox-lost`` if it was removed."""
-        found = (await self._daemon.call(lambda client: client.inspect_container(self.name)))["State"]
-        return ContainerState(found["Running"], found["OOMKilled"], found["ExitCode"])
+        reply = (await self._daemon.call(lambda client: client.inspect_container(self.name)))["State"]
+        return ContainerState(reply["Running"], reply["OOMKilled"], reply["ExitCode"])
 
     @property
     def is_disk_full(self) -> bool:
@@ -284,21 +284,21 @@ class DockerContainer:
 
     async def _start(self) -> None:
         await self._daemon.call(lambda client: client.start(self.name))
-        found = await self._daemon.call(lambda client: client.inspect_container(self.name))
-        pid = found["State"]["Pid"]
-        self._group = foreign_group(pid, found["Id"])
+        reply = await self._daemon.call(lambda client: client.inspect_container(self.name))
+        pid = reply["State"]["Pid"]
+        self._group = foreign_group(pid, reply["Id"])
         if self._group is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._scratch = open_scratch_folder(pid, self._open_files)
 
     async def _exec(self, arguments: Sequence[str], variables: Sequence[str]) -> tuple[str, Streams]:
         try:
-            found = await self._daemon.call(
+            reply = await self._daemon.call(
                 lambda client: client.exec_create(
                     self.name, list(arguments), stdin=True, user=USER, environment=list(variables), workdir=SCRATCH
                 )
             )
-            id_: str = found["Id"]
+            id_: str = reply["Id"]
             return id_, await self._daemon.streams(f"/exec/{id_}/start", {"Detach": False, "Tty": False})
         except SandboxFailure as failure:
             # The daemon notices a container's end a little late, and until then reports another error.
@@ -317,10 +317,10 @@ class DockerContainer:
     async def _exec_status(self, id_: str) -> tuple[int | None, bool]:
         """The exit code of an exec, and True if it was ever started."""
         for _ in range(POLLS):
-            found = await self._daemon.call(lambda client: client.exec_inspect(id_))
-            if not found["Running"]:
+            reply = await self._daemon.call(lambda client: client.exec_inspect(id_))
+            if not reply["Running"]:
                 # Podman forgets the process at its end, and answers with an error where it could start none.
-                return found["ExitCode"], bool(found["Pid"]) or self._daemon.is_podman
+                return reply["ExitCode"], bool(reply["Pid"]) or self._daemon.is_podman
             await asyncio.sleep(POLL_S)
         return None, True
 
@@ -342,10 +342,10 @@ class DockerContainer:
             with contextlib.suppress(OSError):
                 return len(self._group.pids())
         try:
-            found = await self._daemon.call(lambda client: client.top(self.name, "-eo pid"))
+            reply = await self._daemon.call(lambda client: client.top(self.name, "-eo pid"))
         except NotRunning:
             return 0
-        return len(found["Processes"])
+        return len(reply["Processes"])
 
     async def _count_events(self, kind: str, within_s: float) -> int:
         """The number of events of a kind since shortly before the program's start."""
@@ -385,14 +385,14 @@ def container_result(
     container: DockerContainer, outcome: ContainerProgramOutcome, called_at: float, isolation: Isolation
 ) -> ExecResult:
     """The result of a program that ended. Raises SandboxFailure ``sandbox-lost``."""
-    seen = outcome.streams
+    streams = outcome.streams
     if container.is_counted:
         isolation = msgspec.structs.replace(isolation, active=[*isolation.active, "cpu_s"])
-    start_s = max(0.0, time.monotonic() - called_at - seen.wall_s)
+    start_s = max(0.0, time.monotonic() - called_at - streams.wall_s)
     usage = outcome.usage
     if outcome.returncode != 0:
         usage = msgspec.structs.replace(usage, disk_full=container.is_disk_full)
-    program = ProgramOutcome(outcome.returncode, seen.limit, seen.stdout, seen.stderr, seen.wall_s)
+    program = ProgramOutcome(outcome.returncode, streams.limit, streams.stdout, streams.stderr, streams.wall_s)
     return msgspec.structs.replace(exec_result(program, usage, start_s, isolation), lost=outcome.lost)
 
 

@@ -71,8 +71,8 @@ def boot_id() -> str:
 
 
 class DockerImage(NamedTuple):
-    """An image. ``volumes``: folders that it declares to be on disk; here they are in memory. ``programs``: those of
-    the programs used here that it has."""
+    """An image. ``volumes``: folders that it declares to be on disk; here they are in memory. ``programs``: its
+    programs among those used here."""
 
     id: str
     volumes: tuple[str, ...]
@@ -134,9 +134,8 @@ def container_settings(
             "Memory": limits.memory_bytes,
             "MemorySwap": limits.memory_bytes,
             "PidsLimit": limits.pids + SPARE_PIDS,
-            "NanoCpus": round(
-                min(limits.cpus, daemon.processors) * 1e9
-            ),  # the daemon refuses more, which would not bound anything
+            # The daemon refuses a larger number, which would not bound anything.
+            "NanoCpus": round(min(limits.cpus, daemon.processors) * 1e9),
             "CpusetCpus": _next_processors(math.ceil(limits.cpus), daemon.processors),
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges", f"seccomp={daemon.filter}"],

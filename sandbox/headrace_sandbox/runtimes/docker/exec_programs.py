@@ -58,8 +58,8 @@ def module_program(modules: Sequence[str], arguments: Sequence[str], *, site: bo
 
 def program_with_files(files: Mapping[str, bytes], arguments: Sequence[str], code: str | None = None) -> ExecProgram:
     """The program that writes its files first, and then becomes a command or a Python program."""
-    coded = {path: base64.b64encode(content).decode() for path, content in files.items()}
-    request = json.dumps({"files": coded, "arguments": list(arguments), "code": code})
+    encoded_files = {path: base64.b64encode(content).decode() for path, content in files.items()}
+    request = json.dumps({"files": encoded_files, "arguments": list(arguments), "code": code})
     return module_program(["entrypoint"], [request], site=True)
 
 
@@ -74,14 +74,14 @@ def unpacking_program(files: Mapping[str, bytes]) -> ExecProgram:
     return ExecProgram(["tar", "-xf", "-"], buffer.getvalue())
 
 
-def program_variables(given: Mapping[str, str]) -> list[str]:
+def program_variables(variables: Mapping[str, str]) -> list[str]:
     """The variables of a program in addition to those of its image."""
-    return [f"{name}={value}" for name, value in {"HOME": SCRATCH, "LANG": "C.UTF-8", **given}.items()]
+    return [f"{name}={value}" for name, value in {"HOME": SCRATCH, "LANG": "C.UTF-8", **variables}.items()]
 
 
-def check_size(arguments: Sequence[str], given: Mapping[str, str]) -> None:
+def check_size(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """Check that the kernel accepts the arguments and variables. Raises SandboxFailure ``command-too-large``."""
-    sizes = [len(piece.encode(errors="surrogateescape")) + 1 for piece in (*arguments, *program_variables(given))]
+    sizes = [len(piece.encode(errors="surrogateescape")) + 1 for piece in (*arguments, *program_variables(variables))]
     if max(sizes) >= MOST_STRING_BYTES or sum(sizes) >= MOST_BYTES:
         raise command_too_large()
 

@@ -106,9 +106,9 @@ class DockerRuntime:
                 program = program._replace(stdin=program.stdin + command.stdin)
             elif command.files:
                 require_program(image, "tar", "files")
-                written = await container.run(unpacking_program(command.files), WRITE_LIMITS, [container.kill])
-                if written.returncode != 0:
-                    raise files_not_written(written.streams.stderr.text)
+                write_outcome = await container.run(unpacking_program(command.files), WRITE_LIMITS, [container.kill])
+                if write_outcome.returncode != 0:
+                    raise files_not_written(write_outcome.streams.stderr.text)
             return await self._result(container, program, command.environment, limits, started_at)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
@@ -118,11 +118,11 @@ class DockerRuntime:
         check_size([], program.environment)
         image = await self._inspected_image(None)
         require_program(image, "python3", "Python programs")
-        started = program_with_files(program.files, program.arguments, program.code)
-        started = started._replace(stdin=started.stdin + program.stdin)
+        exec_program = program_with_files(program.files, program.arguments, program.code)
+        exec_program = exec_program._replace(stdin=exec_program.stdin + program.stdin)
         async with self._container(image, limits) as container:
             await container.start()
-            return await self._result(container, started, program.environment, limits, started_at)
+            return await self._result(container, exec_program, program.environment, limits, started_at)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """A persistent container. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` or ``sleep``."""
@@ -144,8 +144,8 @@ class DockerRuntime:
     async def sweep(self) -> int:
         """Remove the containers that have expired or whose supervisor is dead; returns their number. Raises
         SandboxFailure."""
-        found = await self._daemon.call(lambda client: client.containers(all=True, filters={"label": OWNER}))
-        abandoned = [entry["Id"] for entry in found if is_abandoned(entry["Labels"] or {}, time.time())]
+        containers = await self._daemon.call(lambda client: client.containers(all=True, filters={"label": OWNER}))
+        abandoned = [entry["Id"] for entry in containers if is_abandoned(entry["Labels"] or {}, time.time())]
         for id_ in abandoned:
             container = DockerContainer(self._daemon, {}, 0.0)
             container.name = id_
@@ -165,8 +165,8 @@ class DockerRuntime:
 
     async def _inspected_image(self, name: str | None) -> DockerImage:
         """An image with the programs in it, which are inspected once."""
-        wanted = name or self._image
-        if not wanted:
+        image_name = name or self._image
+        if not image_name:
             raise SandboxFailure(
                 "No image was named.",
                 hint=f"Name one in the template, or for all templates in the setting {SETTING}.",
@@ -174,11 +174,11 @@ class DockerRuntime:
                 retryable=False,
             )
         async with self._inspect_lock:
-            found = await self._daemon.call(lambda client: client.inspect_image(wanted))
-            if found["Id"] not in self._images:
-                volumes = tuple((found.get("Config") or {}).get("Volumes") or ())
-                self._images[found["Id"]] = await self._inspect(DockerImage(found["Id"], volumes, frozenset()))
-        return self._images[found["Id"]]
+            reply = await self._daemon.call(lambda client: client.inspect_image(image_name))
+            if reply["Id"] not in self._images:
+                volumes = tuple((reply.get("Config") or {}).get("Volumes") or ())
+                self._images[reply["Id"]] = await self._inspect(DockerImage(reply["Id"], volumes, frozenset()))
+        return self._images[reply["Id"]]
 
     async def _inspect(self, image: DockerImage) -> DockerImage:
         command = ["sh", "-c", INSPECT_SCRIPT, "sh", *USED_PROGRAMS]
@@ -205,20 +205,21 @@ class DockerRuntime:
         self,
         container: DockerContainer,
         program: ExecProgram,
-        given: Mapping[str, str],
+        variables: Mapping[str, str],
         limits: Limits,
         started_at: float,
     ) -> ExecResult:
-        outcome = await container.run(program._replace(variables=program_variables(given)), limits, [container.kill])
+        program = program._replace(variables=program_variables(variables))
+        outcome = await container.run(program, limits, [container.kill])
         return container_result(container, outcome._replace(lost=None), started_at, self.isolation)
 
     @contextlib.asynccontextmanager
     async def _container(
-        self, image: DockerImage, limits: Limits, command: Sequence[str] | None = None, given: Sequence[str] = ()
+        self, image: DockerImage, limits: Limits, command: Sequence[str] | None = None, variables: Sequence[str] = ()
     ) -> AsyncIterator[DockerContainer]:
         """A container for one call."""
         config = container_settings(image, limits, limits.wall_s + SPARE_S, self._settings, command)
-        container = DockerContainer(self._daemon, {**config, "Env": list(given)}, limits.wall_s + SPARE_S)
+        container = DockerContainer(self._daemon, {**config, "Env": list(variables)}, limits.wall_s + SPARE_S)
         try:
             await container.make()
             yield container
@@ -240,9 +241,9 @@ def _seccomp_option(daemon: Daemon) -> str:
         return text
     path = state_folder() / f"filter-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not path.exists():
-        written = path.with_suffix(f".{this_supervisor()}")
-        written.write_text(text)
-        written.replace(path)
+        incomplete = path.with_suffix(f".{this_supervisor()}")
+        incomplete.write_text(text)
+        incomplete.replace(path)
     return str(path)
 
 

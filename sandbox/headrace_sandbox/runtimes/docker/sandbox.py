@@ -191,9 +191,9 @@ class DockerSandbox(FileCalls):
             require_program(self._image, "tar", "files")
             program = unpacking_program(files)
         container = self._require_container()
-        written = await container.run(program, WRITE_LIMITS, [container.kill], beside=bool(self._hosts))
-        if written.returncode != 0:
-            raise files_not_written(written.streams.stderr.text)
+        write_outcome = await container.run(program, WRITE_LIMITS, [container.kill], beside=bool(self._hosts))
+        if write_outcome.returncode != 0:
+            raise files_not_written(write_outcome.streams.stderr.text)
 
     async def _run_file_request(self, request: dict[str, Any], content: bytes, limits: Limits) -> ExecResult:
         require_program(self._image, "python3", "reading and writing files")

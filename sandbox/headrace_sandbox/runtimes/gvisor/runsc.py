@@ -67,17 +67,17 @@ _numbers = itertools.count()
 def find_runsc() -> Path:
     """The program runsc: from ``HEADRACE_RUNSC``, else ``make parts``, else PATH. Raises SandboxFailure
     ``runtime-missing``."""
-    named = os.environ.get("HEADRACE_RUNSC")
-    if named:
-        candidates = [Path(named)]
+    configured = os.environ.get("HEADRACE_RUNSC")
+    if configured:
+        candidates = [Path(configured)]
     else:
-        found = shutil.which("runsc")
-        candidates = [BUILT_RUNSC, *([Path(found)] if found else [])]
+        on_path = shutil.which("runsc")
+        candidates = [BUILT_RUNSC, *([Path(on_path)] if on_path else [])]
     for path in candidates:
         if os.access(path, os.X_OK):
             return path
     raise SandboxFailure(
-        f"runsc is not installed{f' at {named}' if named else ''}.",
+        f"runsc is not installed{f' at {configured}' if configured else ''}.",
         hint="In a checkout: make parts. Elsewhere, install gVisor, and name its runsc in HEADRACE_RUNSC.",
         kind="runtime-missing",
         retryable=False,

@@ -139,9 +139,9 @@ def bad_archive(reason: str) -> SandboxFailure:
     return SandboxFailure(f"The archive is refused: {reason}.", kind="bad-archive", retryable=False)
 
 
-def archive_too_large(what: str) -> SandboxFailure:
+def archive_too_large(excess: str) -> SandboxFailure:
     """The failure of an archive that is too large."""
-    return SandboxFailure(f"The archive is refused: it has {what}.", kind="archive-too-large", retryable=False)
+    return SandboxFailure(f"The archive is refused: it has {excess}.", kind="archive-too-large", retryable=False)
 
 
 # Packed archives ------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _unpacked(archive: bytes, most_bytes: int) -> bytes:
             raise archive_too_large(f"{len(archive)} bytes")
         return archive
     bound = min(most_bytes, max(UNCHECKED_BYTES, MOST_RATIO * len(archive)))
-    found, streams = bytearray(), 0
+    unpacked, streams = bytearray(), 0
     source = io.BytesIO(archive)
     try:
         while data := _next_data(source):
@@ -202,8 +202,8 @@ def _unpacked(archive: bytes, most_bytes: int) -> bytes:
             decompressor = make()
             while not decompressor.eof:
                 piece = decompressor.decompress(data, STEP_BYTES)
-                found += piece
-                if len(found) > bound:
+                unpacked += piece
+                if len(unpacked) > bound:
                     raise archive_too_large(f"more than {bound} bytes unpacked, from {len(archive)}")
                 data = b"" if piece or decompressor.eof else source.read(STEP_BYTES)
                 if not piece and not data and not decompressor.eof:
@@ -211,7 +211,7 @@ def _unpacked(archive: bytes, most_bytes: int) -> bytes:
             source.seek(-len(decompressor.unused_data), io.SEEK_CUR)
     except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
         raise bad_archive(f"it cannot be unpacked: {error}") from error
-    return bytes(found)
+    return bytes(unpacked)
 
 
 def _next_data(source: io.BytesIO) -> bytes:

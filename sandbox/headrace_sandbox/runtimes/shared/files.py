@@ -59,12 +59,12 @@ class SandboxFiles:
         SandboxFailure."""
         listing = await self._request({"op": "list", "path": _checked_folder(path)}, answer_bytes=LIST_BYTES)
         try:
-            found = [msgspec.convert({**item, "path": str(item["path"])}, FileInfo) for item in json.loads(listing)]
+            entries = [msgspec.convert({**item, "path": str(item["path"])}, FileInfo) for item in json.loads(listing)]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SandboxFailure(
                 f"A list of files cannot be read: {error}.", kind="bad-list", retryable=True
             ) from error
-        return sorted(found, key=lambda item: item.path)
+        return sorted(entries, key=lambda item: item.path)
 
     async def upload(self, tar: bytes, path: str = "") -> None:
         """Unpack an archive. Raises SandboxFailure ``bad-archive``, ``archive-too-large``, ``bad-path``,

@@ -1,1 +1,1 @@
-"""The process that runs WebAssembly, and what it needs: of the runtime ``wasm``."""
+"""The runtime ``wasm``: CPython in WebAssembly."""

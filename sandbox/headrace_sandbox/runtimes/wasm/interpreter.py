@@ -99,10 +99,10 @@ def compiled_modules(source: Path, installation: WasmInstallation, say: Callable
     for folder in folders:
         if (cached := _paths_in(folder, installation)).is_complete:
             return cached
-    wanted = _paths_in(next(folder for folder in folders if os.access(folder, os.W_OK)), installation)
-    with _exclusive_lock(Path(f"{wanted.program}.lock")):
-        if wanted.is_complete:
-            return wanted
+    modules = _paths_in(next(folder for folder in folders if os.access(folder, os.W_OK)), installation)
+    with _exclusive_lock(Path(f"{modules.program}.lock")):
+        if modules.is_complete:
+            return modules
         found = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
         if found != SHA256:
             raise SandboxFailure(
@@ -112,8 +112,8 @@ def compiled_modules(source: Path, installation: WasmInstallation, say: Callable
                 retryable=False,
             )
         say("wasm: compiling CPython for this machine, once; about half a minute")
-        _compile(installation.command("compile", str(source), wanted.program, wanted.stand_in, wanted.guard))
-    return wanted
+        _compile(installation.command("compile", str(source), modules.program, modules.stand_in, modules.guard))
+    return modules
 
 
 def _paths_in(folder: Path, installation: WasmInstallation) -> CompiledModules:

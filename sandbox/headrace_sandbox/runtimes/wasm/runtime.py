@@ -200,9 +200,9 @@ class _Worker:
             with tempfile.TemporaryFile() as file:
                 file.write(request)
                 file.seek(0)
-                handed = (file.fileno(), status)
-                arguments = installation.command("run", *(str(number) for number in handed))
-                self.child = ChildProcess(arguments, _worker_environment(), "/", handed)
+                descriptors = (file.fileno(), status)
+                arguments = installation.command("run", *(str(number) for number in descriptors))
+                self.child = ChildProcess(arguments, _worker_environment(), "/", descriptors)
         except BaseException:
             os.close(self._status)
             raise

@@ -235,8 +235,8 @@ def _files_below(folder: int, depth: int) -> Iterator[os.stat_result]:
     """The entries of a tree, found by descriptors, because a path may be longer than the kernel accepts."""
     if depth == 0:
         raise _TooDeep
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as entries:
+        for entry in entries:
             yield entry.stat(follow_symlinks=False)
             if entry.is_dir(follow_symlinks=False):
                 inner = os.open(entry.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=folder)
