@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from headrace_sandbox.host import reaper
 from headrace_sandbox.host.cgroups.cgroup import PARENT
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, this_supervisor
-from tests.sandbox.host.helpers import count_running, dead_supervisor, supervisor_process, wait_until
+from tests.sandbox.host.helpers import PROGRAMS, dead_supervisor, pids_of, supervisor_process, wait_for_exits
 from tests.sandbox.test_cli import headrace
 
 
@@ -34,13 +35,15 @@ def test_control_groups_of_a_killed_supervisor_are_removed_and_those_of_a_living
             kept = groups_of(living.pid)
             assert kept
             assert groups_of(killed.pid)
-        wait_until(lambda: not count_running(dead))  # they die with it, before anything is reaped
+            programs = [os.pidfd_open(pid) for pid in pids_of(dead)]
+        assert len(programs) == PROGRAMS
+        assert wait_for_exits(programs, timeout_s=20.0) == 0  # they die with it, before anything is reaped
         found = reap()
         assert found.left == []
         assert {Path(path).name.split("-")[0] for path in found.groups} >= {str(killed.pid)}
         assert groups_of(killed.pid) == []
         assert groups_of(living.pid) == kept
-        assert count_running(alive) == 4
+        assert len(pids_of(alive)) == PROGRAMS
     reap()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.processes import start_ticks
 from headrace_sandbox.host.supervisor import FOLDER_VARIABLE, is_dead, parse_supervisor, state_folder, this_supervisor
-from tests.sandbox.host.helpers import dead_supervisor, wait_until
+from tests.sandbox.host.helpers import dead_supervisor
 
 
 def test_a_process_that_gets_the_same_id_later_is_another_supervisor() -> None:
@@ -30,7 +31,8 @@ def test_a_killed_supervisor_that_was_not_reaped_is_dead() -> None:
     supervisor = this_supervisor()._replace(pid=process.pid, start_ticks=start_ticks(process.pid) or 0)
     assert not is_dead(supervisor)
     process.kill()
-    wait_until(lambda: is_dead(supervisor))
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(supervisor)
     process.wait()
 
 
