@@ -41,7 +41,7 @@ def test_run_brings_along_the_files_that_are_named(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "two").write_text("another")
     twice = headrace("run", *files, "--file", str(tmp_path / "other" / "two"), "--", "true")
-    assert (twice.returncode, "two files named two" in twice.stderr) == (2, True)
+    assert (twice.returncode, "Two files are named two" in twice.stderr) == (2, True)
     assert headrace("run", "--file", str(tmp_path / "nothing"), "--", "true").returncode == 2
 
 
