@@ -1,9 +1,9 @@
-"""Sandboxes, measured beside a bare interpreter, with all limits on, and beside peers.
+"""Measures sandboxes with all limits on, beside a bare interpreter and peers.
 
-make bench-sandbox                  # some minutes; rows of parts that are not here say so
+make bench-sandbox                  # takes minutes; rows of missing parts name them
 make bench-sandbox ARGS=speed       # one part: speed, rate, footprint, peers
 
-What is compared is measured in turns in one run, so that other work on the machine slows both.
+Compared values are measured in turns in one run, so that other work on the machine slows both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def rows(name: str) -> list[Row]:
-    """Rows of one part, or one that says which program is missing here."""
+    """The rows of one part, or one row that names the missing program."""
     try:
         return asyncio.run(PARTS[name]())
     except SandboxFailure as error:

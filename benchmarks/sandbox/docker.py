@@ -1,4 +1,4 @@
-"""``docker exec``, as people type it, in a container of a daemon that the benchmark starts and ends."""
+"""``docker exec`` in a container of a daemon that the benchmark starts and stops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.sandbox.ways import Way
 
 @contextmanager
 def docker_exec() -> Iterator[tuple[Way | None, str]]:
-    """A way to run ``print(1)``; None and why where there is none."""
+    """A way to run ``print(1)``, with its name; or None, with the reason."""
     missing = [name for name in ("docker", "dockerd", "unshare") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         yield None, f"docker exec: it takes root and {', '.join(missing) or 'is not root here'}; make parts"

@@ -1,4 +1,4 @@
-"""What executions leave, and what waits for them."""
+"""Traces of executions, and the memory of an idle warm sandbox."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOST_IDLE_MB = 10.0
 
 
 async def rows() -> list[Row]:
-    """Traces after a thousand executions, one in ten of them in a fresh sandbox; memory of an idle warm sandbox."""
-    await BubblewrapRuntime().close()  # this process keeps the lock on its range of users
+    """Count traces after a thousand executions, one in ten in a fresh sandbox; measure an idle warm sandbox."""
+    await BubblewrapRuntime().close()  # this process keeps the lock on its range of user ids
     with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder  # where files of this process would be, and no others
+        tempfile.tempdir = folder  # only this process's temporary files are there
         try:
             return await _rows()
         finally:
@@ -30,7 +30,7 @@ async def rows() -> list[Row]:
 
 
 async def _rows() -> list[Row]:
-    before = _all()
+    before = _count_traces()
     runtime = BubblewrapRuntime()
     await runtime.run_code(PROGRAM, LIMITS)
     await asyncio.sleep(2 * IDLE_S + 0.5)
@@ -46,10 +46,10 @@ async def _rows() -> list[Row]:
 
     await asyncio.gather(*(one(number) for number in range(EXECUTIONS)))
     await runtime.close()
-    left = sum(after - was for after, was in zip(_all(), before, strict=True))
-    what = f"left by {EXECUTIONS:,} executions: processes, mounts, groups, files, descriptors"
+    remaining = sum(after - earlier for after, earlier in zip(_count_traces(), before, strict=True))
+    label = f"left by {EXECUTIONS:,} executions: processes, mounts, groups, files, descriptors"
     return [
-        Row(what, left, "", "one", 1.0, 0.0, "lower"),
+        Row(label, remaining, "", "one", 1.0, 0.0, "lower"),
         Row(
             f"a warm Python sandbox, idle for {2 * IDLE_S:g} s (PSS)",
             idle_mb,
@@ -62,10 +62,10 @@ async def _rows() -> list[Row]:
     ]
 
 
-def _all() -> tuple[int, ...]:
-    found: Traces = traces()
+def _count_traces() -> tuple[int, ...]:
+    current: Traces = traces()
     files = len(list(Path(tempfile.gettempdir()).iterdir()))
-    return found.children, found.mounts, found.groups, found.descriptors, files
+    return current.children, current.mounts, current.groups, current.descriptors, files
 
 
 def _pss_kib(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""The same by SWE-ReX and SandboxFusion, where they install: neither isolates anything by itself here."""
+"""The same work by SWE-ReX and SandboxFusion, where they are installed; without a container neither isolates."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ FUSION = "SandboxFusion: its package is a client; the server comes as a Docker i
 
 
 async def rows() -> list[Row]:
-    """Ours beside SWE-ReX on this machine, without a container: a command, and a cell of a shell that lives on."""
+    """Compare with SWE-ReX on this machine, without a container: a command, and a cell of a persistent shell."""
     peer = await asyncio.to_thread(Peer, "swe_rex", "SWE-ReX")
     runtime = BubblewrapRuntime()
-    took: dict[str, float] = {}
+    ms: dict[str, float] = {}
 
-    async def asked(do: str) -> ExecResult | None:
-        answer = await asyncio.to_thread(peer.ask, do)
+    async def ask_peer(action: str) -> ExecResult | None:
+        answer = await asyncio.to_thread(peer.ask, action)
         if not answer:
             raise LookupError
         return None
 
     try:
-        took = await in_turns(
+        ms = await in_turns(
             {
                 "code": lambda: runtime.run_code(PROGRAM, LIMITS),
-                "execute": lambda: asked("execute"),
-                "session": lambda: asked("session"),
+                "execute": lambda: ask_peer("execute"),
+                "session": lambda: ask_peer("session"),
             },
             ROUNDS,
         )
     except LookupError:
-        took = await in_turns({"code": lambda: runtime.run_code(PROGRAM, LIMITS)}, ROUNDS)
+        ms = await in_turns({"code": lambda: runtime.run_code(PROGRAM, LIMITS)}, ROUNDS)
     await runtime.close()
     await asyncio.to_thread(peer.close)
     problem = f": {peer.problem}" if peer.problem else ""
-    ours = took["code"]
+    ours = ms["code"]
     return [
-        Row("run_code of print(1)", ours, "ms", f"SWE-ReX execute, local{problem}", took.get("execute"), 1.0, "lower"),
-        Row("run_code of print(1)", ours, "ms", f"SWE-ReX in a shell{problem}", took.get("session"), 1.0, "lower"),
+        Row("run_code of print(1)", ours, "ms", f"SWE-ReX execute, local{problem}", ms.get("execute"), 1.0, "lower"),
+        Row("run_code of print(1)", ours, "ms", f"SWE-ReX in a shell{problem}", ms.get("session"), 1.0, "lower"),
         Row("run_code of print(1)", ours, "ms", FUSION, None, 1.0, "lower"),
     ]

@@ -1,4 +1,4 @@
-"""How many executions a second, several at a time, and what one costs in processor time."""
+"""Executions per second, several at a time, and the processor time of one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LEAST_A_SECOND_AND_CORE = 150.0
 
 
 async def rows() -> list[Row]:
-    """Rates of rounds in turns, the best of each: what else runs here only takes away."""
+    """Measure alternating rounds, and report the best of each: other work on the machine only slows them."""
     runtime = BubblewrapRuntime()
 
     async def code() -> None:
         await runtime.run_code(PROGRAM, LIMITS)
 
-    await _rate(code)  # makes what is kept
+    await _rate(code)  # makes the warm parts
     rates: list[tuple[float, float]] = []
     costs: list[tuple[float, float]] = []
     for _ in range(ROUNDS):
@@ -56,14 +56,14 @@ async def _rate(call: Callable[[], Awaitable[None]]) -> float:
         async with turns:
             await call()
 
-    begun_at = time.perf_counter()
+    started_at = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(EXECUTIONS)))
-    return EXECUTIONS / (time.perf_counter() - begun_at)
+    return EXECUTIONS / (time.perf_counter() - started_at)
 
 
 def _cpu_s() -> float:
-    """Of this process, of children that ended, and of the control groups of this process."""
-    own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    here = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+    """Processor time of this process, its ended children and its control groups."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    here = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
     counters = Path("/sys/fs/cgroup/cpuacct/headrace").glob(f"{this_supervisor()}-*/cpuacct.usage")
     return here + sum(int(counter.read_text()) / 1e9 for counter in counters)

@@ -15,7 +15,7 @@ from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.shared.guest_modules import PYTHON
 
 LIMITS = Limits()
-"""Those that ship."""
+"""The default limits."""
 
 PROGRAM = PythonProgram(code="print(1)")
 COMMAND = SandboxCommand(arguments=["python3", "-c", "print(1)"])
@@ -26,27 +26,27 @@ Way = Callable[[], Awaitable[ExecResult | None]]
 
 
 async def bare() -> None:
-    """The system's interpreter, started and waited for, without any isolation and any limit."""
+    """Run the system's interpreter without isolation and limits."""
     await asyncio.to_thread(subprocess.run, [PYTHON, "-c", "print(1)"], capture_output=True, check=True)
 
 
-async def living(name: str) -> tuple[Sandbox | None, str]:
-    """A sandbox of a runtime that lives on; None and why where there is none."""
+async def open_persistent(name: str) -> tuple[Sandbox | None, str]:
+    """A persistent sandbox of a runtime; or None, with the reason."""
     try:
         return await make_runtime(name).open(Template(), TTL_S), ""
     except SandboxFailure as failure:
         return None, failure.detail
 
 
-async def in_turns(ways: Mapping[str, Way], rounds: int, *, at_first: int = 5) -> dict[str, float]:
-    """The median time of each way in milliseconds; after some rounds at first that do not count."""
+async def in_turns(ways: Mapping[str, Way], rounds: int, *, warmup_rounds: int = 5) -> dict[str, float]:
+    """The median time of each way in milliseconds, without the first rounds."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(at_first + rounds):
+    for number in range(warmup_rounds + rounds):
         for name, way in ways.items():
-            begun_at = time.perf_counter()
+            started_at = time.perf_counter()
             result = await way()
             if result is not None and result.stdout.text != "1\n":
                 raise SystemExit(f"{name}: {result.stdout.text} {result.stderr.text}")
-            if number >= at_first:
-                times[name].append(1e3 * (time.perf_counter() - begun_at))
-    return {name: median(taken) for name, taken in times.items()}
+            if number >= warmup_rounds:
+                times[name].append(1e3 * (time.perf_counter() - started_at))
+    return {name: median(times_ms) for name, times_ms in times.items()}

@@ -15,7 +15,7 @@ Run = Callable[..., Awaitable[ExecResult]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is about Docker has the daemon of this session, made before anything looks what the test leaves behind."""
+    """Tests of Docker use the daemon of this session, which is made before the check for leftovers begins."""
     for item in items:
         if isinstance(item, pytest.Function) and _is_about_docker(item):
             item.fixturenames = ["docker", *(name for name in item.fixturenames if name != "docker")]
@@ -42,7 +42,7 @@ async def fresh() -> AsyncIterator[BubblewrapRuntime]:
 
 @pytest.fixture
 async def sandbox(fresh: BubblewrapRuntime) -> Sandbox:
-    """A sandbox that lives on."""
+    """A persistent sandbox."""
     return await fresh.open(Template(files={"given/x.txt": b"given"}), 300.0)
 
 
@@ -55,7 +55,7 @@ async def forked() -> AsyncIterator[ForkServer]:
 
 @pytest.fixture(params=["fresh", "forked"])
 async def run(request: pytest.FixtureRequest) -> AsyncIterator[Run]:
-    """The same program in a sandbox made for it, and in a fork of a warm interpreter."""
+    """Runs a program in a fresh sandbox, and in a fork of a warm interpreter."""
     runtime: Any = BubblewrapRuntime() if request.param == "fresh" else ForkServer()
 
     async def run_code(code: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = None, **limits: Any) -> Any:

@@ -15,7 +15,7 @@ ISOLATION = Isolation(runtime="memory", versions={}, active=[])
 
 
 async def run(words: str, limits: Limits) -> ExecResult:
-    """``sleep S``, ``kill``, ``lost``, ``fail``, or anything else, which is its own output."""
+    """Run ``sleep S``, ``kill``, ``lost`` or ``fail``; other words are printed."""
     begun_at = time.monotonic()
     verb, _, argument = words.partition(" ")
     if verb == "sleep":
@@ -37,7 +37,7 @@ async def run(words: str, limits: Limits) -> ExecResult:
 
 
 class MemoryRuntime:
-    """``make_s``: how long making a sandbox takes. ``open_fails``, ``reset_fails``, ``close_fails`` say whether."""
+    """``make_s``: the time to make a sandbox. ``open_fails``, ``reset_fails``, ``close_fails``: True for a failure."""
 
     name = "memory"
     isolation = ISOLATION

@@ -1,4 +1,4 @@
-"""``headrace sandbox``, as its own process."""
+"""The command ``headrace sandbox``, in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ HEADRACE = [str(Path(sys.executable).parent / "headrace"), "sandbox"]
 
 
 def headrace(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    given = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL, **options}
-    return subprocess.run([*HEADRACE, *arguments], check=False, **given)
+    settings = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.run([*HEADRACE, *arguments], check=False, **settings)
 
 
-def test_run_ends_as_the_command_did() -> None:
-    said = headrace("run", "--", "sh", "-c", "read line; echo got $line; exit 3", stdin=None, input="hello\n")
-    assert (said.stdout, said.returncode) == ("got hello\n", 3)
+def test_run_exits_as_the_command_did() -> None:
+    run = headrace("run", "--", "sh", "-c", "read line; echo got $line; exit 3", stdin=None, input="hello\n")
+    assert (run.stdout, run.returncode) == ("got hello\n", 3)
     assert headrace("run", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
 
 
-def test_run_ends_with_127_where_there_is_no_such_command() -> None:
-    ended = headrace("run", "--", "nosuch")
-    assert (ended.stdout, ended.returncode) == ("", 127)
-    assert "nosuch" in ended.stderr
+def test_run_exits_with_127_if_the_command_does_not_exist() -> None:
+    outcome = headrace("run", "--", "nosuch")
+    assert (outcome.stdout, outcome.returncode) == ("", 127)
+    assert "nosuch" in outcome.stderr
 
 
-def test_run_brings_along_the_files_that_are_named(tmp_path: Path) -> None:
+def test_run_copies_only_the_given_files(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("print(open('two').read())")
     (tmp_path / "two").write_text("hello")
     files = ["--file", str(tmp_path / "one.py"), "--file", str(tmp_path / "two")]
-    ended = headrace("run", *files, "--", "python3", "one.py")
-    assert (ended.stdout, ended.returncode) == ("hello\n", 0)
+    outcome = headrace("run", *files, "--", "python3", "one.py")
+    assert (outcome.stdout, outcome.returncode) == ("hello\n", 0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "two").write_text("another")
     twice = headrace("run", *files, "--file", str(tmp_path / "other" / "two"), "--", "true")
@@ -45,27 +45,27 @@ def test_run_brings_along_the_files_that_are_named(tmp_path: Path) -> None:
     assert headrace("run", "--file", str(tmp_path / "nothing"), "--", "true").returncode == 2
 
 
-def test_run_ends_with_124_after_a_limit_and_names_it() -> None:
-    ended = headrace("run", "--time-s", "0.5", "--", "sleep", "60")
-    assert (ended.returncode, ended.stderr) == (124, "Ended by its limit of time.\n")
-    told = json.loads(headrace("run", "--time-s", "0.5", "--json", "--", "sleep", "60").stdout)
-    assert (told["limit"], told["fault"], told["isolation"]["runtime"]) == ("time", "limit", "bubblewrap")
+def test_run_exits_with_124_after_a_limit_and_names_it() -> None:
+    outcome = headrace("run", "--time-s", "0.5", "--", "sleep", "60")
+    assert (outcome.returncode, outcome.stderr) == (124, "Ended by its limit of time.\n")
+    reports = json.loads(headrace("run", "--time-s", "0.5", "--json", "--", "sleep", "60").stdout)
+    assert (reports["limit"], reports["fault"], reports["isolation"]["runtime"]) == ("time", "limit", "bubblewrap")
 
 
-def test_run_ends_with_70_where_it_was_our_fault() -> None:
-    ended = headrace("run", "--", "true", env={"PATH": "/nowhere"})
-    assert ended.returncode == 70
-    assert "bwrap is not installed" in ended.stderr
+def test_run_exits_with_70_after_a_fault_of_ours() -> None:
+    outcome = headrace("run", "--", "true", env={"PATH": "/nowhere"})
+    assert outcome.returncode == 70
+    assert "bwrap is not installed" in outcome.stderr
 
 
-def test_conformance_compares_what_came_of_a_case_with_the_table() -> None:
+def test_conformance_exits_with_1_if_an_outcome_is_not_the_expected_one() -> None:
     lines = json.loads(headrace("conformance", "--runtime", "bubblewrap", "--case", "8", "--json").stdout)
     assert [(line["column"], line["found"], line["ok"]) for line in lines] == [
         ("bubblewrap", "contained", True),
         ("bubblewrap code", "contained", True),
     ]
-    shown = headrace("conformance", "--runtime", "bubblewrap", "--case", "12b")
-    assert shown.stdout.endswith("2 cases, 0 not as expected\n")
-    assert shown.returncode == 0
+    report = headrace("conformance", "--runtime", "bubblewrap", "--case", "12b")
+    assert report.stdout.endswith("2 cases, 0 not as expected\n")
+    assert report.returncode == 0
     unknown = headrace("conformance", "--runtime", "bubblewrap", "--case", "99")
     assert (unknown.returncode, "Unknown case: 99" in unknown.stderr) == (2, True)

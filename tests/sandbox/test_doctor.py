@@ -1,4 +1,4 @@
-"""The report of doctor: one row for each runtime with evidence, the remedy where it fails, and no silent downgrade."""
+"""The report of doctor: a row with evidence for each runtime, remedies for failures, and no silent downgrade."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def answered(stdout: bytes = b"", limit: Any = None, exit_code: int | None = 0) 
 
 
 class Third:
-    """A runtime of a third party. ``looks``: what a program finds that looks around; more is how it misbehaves."""
+    """A runtime of a third party. ``looks``: the results of the isolation probe. The other parameters are
+    misbehaviours."""
 
     name = "third"
     isolation = answered().isolation
@@ -77,19 +78,19 @@ def third(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None
     return offer
 
 
-async def looked_at() -> DoctorRow:
+async def check_third() -> DoctorRow:
     return await check_runtime("third", lambda _: None)
 
 
 async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) -> None:
     third(Third)
-    found = await diagnose(lambda _: None)
-    assert [row.name for row in found.runtimes] == ["third"]
-    row = found.runtimes[0]
-    assert (row.verdict, row.found) == ("ok", "no network, an end in time, bounded memory")
+    report = await diagnose(lambda _: None)
+    assert [row.name for row in report.runtimes] == ["third"]
+    row = report.runtimes[0]
+    assert (row.verdict, row.report) == ("ok", "no network, an end in time, bounded memory")
     assert (row.versions, row.active) == ({"third": "3"}, ["memory_bytes"])
     assert row.cost_s.keys() == {"code"}
-    assert found.best == "third"
+    assert report.best == "third"
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,8 @@ async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) ->
 )
 async def test_a_runtime_that_does_not_isolate_or_breaks_has_failed(third: Any, make: Any, evidence: str) -> None:
     third(make)
-    row = await looked_at()
-    assert (row.verdict, row.found) == ("fail", evidence)
+    row = await check_third()
+    assert (row.verdict, row.report) == ("fail", evidence)
     assert row.hint
 
 
@@ -112,22 +113,22 @@ async def test_a_runtime_that_hangs_is_a_finding(third: Any, monkeypatch: pytest
     monkeypatch.setattr(selftest, "SELF_TEST_S", 0.1)
     monkeypatch.setattr(registry, "MAKE_S", 0.1)
     third(lambda: Third(hangs=True))
-    assert "did not end within 0.1 s" in (await looked_at()).found
+    assert "did not end within 0.1 s" in (await check_third()).report
     monkeypatch.setattr(doctor, "CLOSE_S", 0.1)
     stuck = Third()
     stuck.close = asyncio.Event().wait  # type: ignore[assignment,method-assign]
     third(lambda: stuck)
-    assert "did not close within 0.1 s" in (await looked_at()).found
+    assert "did not close within 0.1 s" in (await check_third()).report
     third(lambda: time.sleep(1))
-    assert "was not made within 0.1 s" in (await looked_at()).found
+    assert "was not made within 0.1 s" in (await check_third()).report
 
 
-async def test_asking_for_one_that_fails_its_self_test_is_an_error_with_the_evidence(third: Any) -> None:
-    made = Third(looks={"no network": False})
-    third(lambda: made)
+async def test_a_runtime_that_fails_its_self_test_is_refused_with_the_evidence(third: Any) -> None:
+    runtime = Third(looks={"no network": False})
+    third(lambda: runtime)
     with pytest.raises(SandboxFailure, match="does not hold: no network") as caught:
         await ready_runtime("third")
-    assert (caught.value.kind, caught.value.retryable, made.closed) == ("self-test-failed", False, True)
+    assert (caught.value.kind, caught.value.retryable, runtime.closed) == ("self-test-failed", False, True)
     good = Third()
     third(lambda: good)
     assert await ready_runtime("third") is good
@@ -144,18 +145,18 @@ async def test_a_runtime_that_cannot_be_loaded_says_why(third: Any) -> None:
     assert caught.value.kind == "runtime-missing"
 
 
-async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_is_never_more_than_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     row = await check_runtime("process", lambda _: None)
     assert row.verdict == "warn"
-    assert "not a sandbox" in row.found
+    assert "not a sandbox" in row.report
     assert best_of([row]) is None
-    tried = await selftest.self_test(ProcessRuntime())
-    assert "no process of this machine" not in tried.proven
+    result = await selftest.self_test(ProcessRuntime())
+    assert "no process of this machine" not in result.proven
 
 
-def test_the_best_that_passes_is_named() -> None:
+def test_the_best_runtime_that_passes_is_reported() -> None:
     def row(name: str, cost_s: float, *, any_command: bool = False, verdict: CheckVerdict = "ok") -> DoctorRow:
-        return DoctorRow(verdict=verdict, name=name, found="", cost_s={"code": cost_s}, any_command=any_command)
+        return DoctorRow(verdict=verdict, name=name, report="", cost_s={"code": cost_s}, any_command=any_command)
 
     python_alone = [row("slow", 0.5), row("fast", 0.1)]
     any_command = [row("slow-any", 2.0, any_command=True), row("fast-any", 1.0, any_command=True)]
@@ -179,23 +180,23 @@ def test_the_best_that_passes_is_named() -> None:
         ({}, [doctor.APPARMOR, doctor.USERNS_CLONE, doctor.NO_USERNS, doctor.CONTAINER]),
     ],
 )
-def test_the_remedy_is_for_what_refuses_namespaces_here(files: dict[str, str], remedies: list[str]) -> None:
+def test_the_remedy_names_the_cause_of_refused_namespaces(files: dict[str, str], remedies: list[str]) -> None:
     assert doctor.remedy(lambda name: files.get(name, "")) == "\n".join(remedies)
 
 
 @pytest.mark.component("bubblewrap")
 def test_doctor_prints_the_report_for_people_and_for_scripts() -> None:
-    told = json.loads(headrace("doctor", "--json").stdout)
-    rows = {row["name"]: row for row in told["runtimes"]}
+    report = json.loads(headrace("doctor", "--json").stdout)
+    rows = {row["name"]: row for row in report["runtimes"]}
     assert rows["bubblewrap"]["verdict"] == "ok"
     assert "no network" in rows["bubblewrap"]["found"]
     assert rows["bubblewrap"]["cost_s"].keys() == {"code", "command"}
     assert rows["process"]["verdict"] == "warn"
-    assert (told["default"], told["best"]) == ("bubblewrap", "bubblewrap")
+    assert (report["default"], report["best"]) == ("bubblewrap", "bubblewrap")
 
 
 @pytest.mark.component("bubblewrap")
-def test_doctor_ends_with_1_where_nothing_isolates_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = headrace("doctor", env={"PATH": "/nowhere", "HEADRACE_RUNSC": "/nowhere/runsc"})
-    assert "apt-get install bubblewrap" in ended.stdout
-    assert "user namespaces" not in ended.stdout
+def test_doctor_exits_with_1_if_no_runtime_isolates_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = headrace("doctor", env={"PATH": "/nowhere", "HEADRACE_RUNSC": "/nowhere/runsc"})
+    assert "apt-get install bubblewrap" in outcome.stdout
+    assert "user namespaces" not in outcome.stdout

@@ -1,4 +1,4 @@
-"""What hostile programs do, and what must come of it: the shipped suite, on every runtime that this machine has.
+"""The shipped suite of hostile programs, on every runtime of this machine.
 
 Each case is a test in each column of ``conformance/expected.toml``.
 """
@@ -26,7 +26,7 @@ from tests.sandbox.conftest import Run
 
 
 def trials() -> Iterator[object]:
-    """Every case in every column that is about it."""
+    """Every case in each of its columns."""
     for column in suite.expected_table().columns:
         name = column.partition(" ")[0]
         if name not in runtime_names():
@@ -40,7 +40,7 @@ def trials() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "column", "case"), list(trials()))
-async def test_it_comes_out_as_the_table_says(name: str, column: str, case: suite.ConformanceCase) -> None:
+async def test_a_case_has_the_expected_outcome(name: str, column: str, case: suite.ConformanceCase) -> None:
     runtime = make_runtime(name, allow_unsafe=True)
     try:
         found = await suite.run_case(suite.CaseContext(runtime, suite.columns(name)[column]), case)
@@ -83,7 +83,7 @@ def test_a_runtime_without_a_column_must_be_safe_in_both_ways(outcome: str, is_m
 
 
 @pytest.mark.component("network-namespaces")
-async def test_a_runtime_that_does_not_isolate_is_found_out() -> None:
+async def test_a_runtime_that_does_not_isolate_is_detected() -> None:
     chosen = [case for case in suite.cases() if case.number in ("18", "19a", "27")]
     leaky = make_runtime("process", allow_unsafe=True)
     for case in chosen:
@@ -94,7 +94,7 @@ async def test_a_runtime_that_does_not_isolate_is_found_out() -> None:
 
 
 @pytest.mark.component("bubblewrap")
-async def test_1_2_where_no_control_group_bounds_rlimits_do() -> None:
+async def test_cases_1_and_2_are_bounded_by_rlimits_without_control_groups() -> None:
     fresh, server = BubblewrapRuntime(NoDriver()), ForkServer(NoDriver())
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
     memory = "held = [bytearray(10_000_000) for _ in range(1000)]"
@@ -110,7 +110,7 @@ async def test_1_2_where_no_control_group_bounds_rlimits_do() -> None:
 
 
 @pytest.mark.component("bubblewrap")
-async def test_40_a_cancelled_call_leaves_nothing(run: Run) -> None:
+async def test_a_cancelled_call_leaves_nothing(run: Run) -> None:
     mark = secrets.token_hex(8)
     code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
     running = asyncio.ensure_future(run(code))

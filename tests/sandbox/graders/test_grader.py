@@ -1,4 +1,4 @@
-"""Submissions that are right, wrong, broken and dishonest, and what grading makes of them."""
+"""Grades of correct, wrong, broken and dishonest submissions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SQUARE = [CallCase(function="square", arguments=[n], expected=n * n) for n in (3
 
 @pytest.fixture
 async def runtime() -> AsyncIterator[Runtime]:
-    made = make_runtime("bubblewrap")
-    yield made
-    await made.close()
+    bubblewrap = make_runtime("bubblewrap")
+    yield bubblewrap
+    await bubblewrap.close()
 
 
 async def verdicts(runtime: Runtime, source: str, cases: list[Case], limits: Limits = LIMITS) -> list[str]:
     return [result.verdict for result in await grade(runtime, source, cases, limits)]
 
 
-# Honest ones -----------------------------------------------------------------------------------------------------
+# Honest submissions -------------------------------------------------------------------------------------------------
 
 
 async def test_each_case_has_a_verdict_of_its_own(runtime: Runtime) -> None:
@@ -58,7 +58,7 @@ print(n * n if n != 3 else 10)
     assert results[4].verdict in ("limit", "error"), "killed for memory, or refused it"
 
 
-async def test_functions_are_called_with_data_and_give_data(runtime: Runtime) -> None:
+async def test_functions_are_called_with_data_and_return_data(runtime: Runtime) -> None:
     source = """
 def swap(pair): return pair[1], pair[0]
 def count(words): return {word: words.count(word) for word in words}
@@ -82,7 +82,7 @@ class Solution:
     assert await verdicts(runtime, source, cases) == ["passed"] * len(cases)
 
 
-async def test_what_is_no_function_or_returns_no_data_is_an_error(runtime: Runtime) -> None:
+async def test_a_missing_function_or_a_result_that_is_not_data_is_an_error(runtime: Runtime) -> None:
     source = "def f(): return lambda: 1\nx = 3"
     cases: list[Case] = [CallCase(function=name, expected=3) for name in ("f", "x", "g")]
     results = await grade(runtime, source, cases, LIMITS)
@@ -94,7 +94,7 @@ async def test_what_is_no_function_or_returns_no_data_is_an_error(runtime: Runti
     ]
 
 
-async def test_a_submission_that_does_not_compile_or_is_no_text_is_an_error(runtime: Runtime) -> None:
+async def test_a_submission_that_does_not_compile_or_is_not_unicode_is_an_error(runtime: Runtime) -> None:
     for source in ("def square(n) return", "\ud800", "a\0b"):
         assert await verdicts(runtime, source, [*SQUARE_IO[:1], *SQUARE[:1]]) == ["error", "error"]
 
@@ -105,7 +105,7 @@ async def test_stopping_early_starts_no_case_after_one_that_did_not_pass(runtime
     assert [result.verdict for result in results] == ["passed", "wrong"]
 
 
-async def test_a_fault_of_a_sandbox_is_raised_and_is_no_verdict() -> None:
+async def test_a_fault_of_a_sandbox_raises_an_error_and_never_becomes_a_verdict() -> None:
     class Broken:
         async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
             raise SandboxFailure("gone", kind="sandbox-lost", retryable=True)
@@ -114,7 +114,7 @@ async def test_a_fault_of_a_sandbox_is_raised_and_is_no_verdict() -> None:
         await grade(Broken(), "print(9)", SQUARE_IO, LIMITS)
 
 
-# Dishonest ones --------------------------------------------------------------------------------------------------
+# Dishonest submissions ----------------------------------------------------------------------------------------------
 
 ATTACKS = {
     "says that it passed": "print('passed'); print('ok'); print('1 passed in 0.01s')",
@@ -199,11 +199,11 @@ if os.fork() == 0:
 os._exit(0)
 """,
 }
-"""Programs that want to pass for a square of 3 and of 1234 without computing one. None may."""
+"""Programs that try to pass as squares of 3 and 1234 without computing them."""
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_a_submission_passes_by_its_output_alone(runtime: Runtime, attack: str) -> None:
+async def test_a_verdict_never_rests_on_a_claim_of_the_program(runtime: Runtime, attack: str) -> None:
     limits = Limits(wall_s=1.0, memory_bytes=64 << 20, pids=16, output_bytes=1 << 20)
     results = await grade(runtime, ATTACKS[attack], [*SQUARE_IO, *SQUARE], limits)
     assert [result.verdict for result in results if result.verdict == "passed"] == []
@@ -211,17 +211,17 @@ async def test_a_submission_passes_by_its_output_alone(runtime: Runtime, attack:
     assert await verdicts(runtime, honest, [SQUARE_IO[1], SQUARE[1]]) == ["passed"] * 2, "nothing is left of it"
 
 
-async def test_a_right_output_does_not_pass_if_the_program_then_fails(runtime: Runtime) -> None:
+async def test_correct_output_does_not_pass_if_the_program_then_fails(runtime: Runtime) -> None:
     source = "n = int(input())\nprint(n * n, flush=True)\nraise SystemExit(3)"
     assert await verdicts(runtime, source, list(SQUARE_IO)) == ["error", "error"]
 
 
-async def test_what_is_expected_never_enters_a_sandbox() -> None:
-    seen: list[PythonProgram] = []
+async def test_the_expected_output_never_enters_a_sandbox() -> None:
+    programs: list[PythonProgram] = []
 
     class Watching:
         async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
-            seen.append(program)
+            programs.append(program)
             raise SandboxFailure("seen", kind="seen", retryable=False)
 
     for case in (
@@ -230,13 +230,13 @@ async def test_what_is_expected_never_enters_a_sandbox() -> None:
     ):
         with pytest.raises(SandboxFailure):
             await grade(Watching(), "source", [case], LIMITS)
-    assert len(seen) == 2
-    for program in seen:
+    assert len(programs) == 2
+    for program in programs:
         assert b"a secret" not in program.code.encode() + program.stdin + json.dumps(dict(program.environment)).encode()
         assert not program.files
 
 
-# Comparing -------------------------------------------------------------------------------------------------------
+# Comparison -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ async def test_what_is_expected_never_enters_a_sandbox() -> None:
         (b"a", "a", False),
     ],
 )
-def test_values_are_compared_as_data(given: object, expected: object, same: bool) -> None:
-    answer = json.dumps(encode(given)).encode()
+def test_values_are_compared_as_data(actual: object, expected: object, same: bool) -> None:
+    answer = json.dumps(encode(actual)).encode()
     assert same_value(read_answer(answer), expected) is same
 
 
@@ -286,7 +286,7 @@ def test_values_are_compared_as_data(given: object, expected: object, same: bool
         b"9" * 5000,
     ],
 )
-def test_an_answer_that_nobody_wrote_so_is_unreadable_or_another_value(answer: bytes) -> None:
+def test_output_that_cannot_be_read_as_an_answer_equals_nothing(answer: bytes) -> None:
     try:
         value = read_answer(answer)
     except UnreadableAnswer:
@@ -296,7 +296,7 @@ def test_an_answer_that_nobody_wrote_so_is_unreadable_or_another_value(answer: b
 
 
 @pytest.mark.timeout(30)
-def test_a_large_set_in_any_order_is_compared_without_holding_anybody_up() -> None:
+def test_the_time_to_compare_an_answer_depends_only_on_its_size() -> None:
     many = list(range(30_000))
     assert same_value(read_answer(json.dumps({"set": many}).encode()), many[::-1]) is True
     assert same_value(
@@ -309,7 +309,7 @@ def test_a_large_set_in_any_order_is_compared_without_holding_anybody_up() -> No
     assert same_value(near, [2, 1, 0.3, [1]]) is False
 
 
-def test_text_is_compared_without_the_space_around_it() -> None:
+def test_text_is_compared_without_surrounding_whitespace() -> None:
     assert same_text("\n 1 2\n", "1 2")
     assert not same_text("1  2", "1 2")
 

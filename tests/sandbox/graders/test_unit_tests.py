@@ -1,4 +1,4 @@
-"""Unit tests that a submission never sees, and what dishonest submissions get from them."""
+"""Grades by unit tests that a submission never sees."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Stack:
 
 @pytest.fixture
 async def runtime() -> AsyncIterator[Runtime]:
-    made = make_runtime("bubblewrap")
-    yield made
-    await made.close()
+    bubblewrap = make_runtime("bubblewrap")
+    yield bubblewrap
+    await bubblewrap.close()
 
 
 async def test_each_test_has_a_verdict(runtime: Runtime) -> None:
@@ -78,7 +78,7 @@ async def test_each_test_has_a_verdict(runtime: Runtime) -> None:
     assert results["test_square"].detail == "ZeroDivisionError: division by zero"
 
 
-async def test_a_submission_that_ends_under_a_test_costs_the_others_nothing(runtime: Runtime) -> None:
+async def test_each_test_has_its_own_process_of_the_submission(runtime: Runtime) -> None:
     tests = """
 from solution import dies, one
 def test_that_asks_again():
@@ -128,13 +128,13 @@ class TestAwaited(unittest.IsolatedAsyncioTestCase):
     }
 
 
-async def test_a_test_without_end_leaves_the_verdicts_before_it(runtime: Runtime) -> None:
+async def test_an_endless_test_keeps_the_earlier_verdicts(runtime: Runtime) -> None:
     source = RIGHT.replace("self.items.append(item)", "exec('while True: pass')")
     results = await grade_unit_tests(runtime, source, TESTS, Limits(wall_s=3.0))
     assert [results[name].verdict for name in NAMES] == ["passed", "passed", "passed", "limit"]
 
 
-async def test_tests_that_cannot_be_run_are_no_fault_of_the_submission(runtime: Runtime) -> None:
+async def test_tests_that_cannot_be_loaded_are_a_failure_of_the_environment(runtime: Runtime) -> None:
     for tests, why in (
         ("import nowhere", "No module named 'nowhere'"),
         ("x = 1", "no tests were defined"),
@@ -216,7 +216,7 @@ ATTACKS["looks for what is expected"] = ATTACKS["looks for what is expected"].re
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_a_test_passes_by_data_alone(runtime: Runtime, attack: str) -> None:
+async def test_verdicts_come_from_the_tests_process_alone(runtime: Runtime, attack: str) -> None:
     source = RIGHT.split("def square")[0] + ATTACKS[attack]
     tests = "from solution import square\ndef test_square():\n    assert square(1234) == 1522756"
     results = await grade_unit_tests(runtime, source, tests, Limits(wall_s=3.0))

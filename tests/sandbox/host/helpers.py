@@ -36,7 +36,7 @@ Capture.feed = feed_and_report
 
 async def main():
     runtime = BubblewrapRuntime()
-    script = "exec -a $0 bash -c 'echo; exec -a $0 sleep 300' $0"
+    script = "exec -a $0 bash -c 'trap : PIPE; echo; exec -a $0 sleep 300' $0"
     command = SandboxCommand(arguments=["bash", "-c", script, os.environ["MARK"]])
     await asyncio.gather(*(runtime.run(command, Limits(wall_s=300)) for _ in range({PROGRAMS})))
 

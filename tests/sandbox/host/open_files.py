@@ -13,7 +13,7 @@ MOST_NEEDED = 24
 
 @contextlib.contextmanager
 def only_descriptors(more: int) -> Iterator[None]:
-    """Only so many more descriptors can be opened."""
+    """Allow only this many more descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(map(int, os.listdir("/proc/self/fd"))) + 1
     filled = [os.open("/dev/null", os.O_RDONLY)]

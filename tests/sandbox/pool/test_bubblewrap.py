@@ -1,4 +1,4 @@
-"""The pool over real sandboxes: what is handed on is as new, and what was lost is not handed on."""
+"""The pool over real sandboxes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = Template(files={"given": b"1"})
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    """With one sandbox."""
+    """A pool of one sandbox."""
     pool = Pool(BubblewrapRuntime(), PoolSettings(sandboxes=1))
     yield pool
     await pool.close()
@@ -39,7 +39,7 @@ async def shell(leased: LeasedSandbox, script: str) -> str:
     return (await leased.run(SandboxCommand(arguments=["sh", "-c", script]), LIMITS)).stdout.text
 
 
-async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
+async def test_a_real_sandbox_is_as_new_when_it_is_leased_again(pool: Pool) -> None:
     mark = secrets.token_hex(8)
     first = await pool.lease(TEMPLATE, 60)
     session = await first.session("bash")
@@ -57,7 +57,7 @@ async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
     assert pool.counts().sandboxes["idle"] == 1 or pool.counts().sandboxes["cleaning"] == 1
 
 
-async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not_handed_on(pool: Pool) -> None:
+async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not_leased_again(pool: Pool) -> None:
     leased = await pool.lease(TEMPLATE, 60)
     await shell(leased, "true")
     for pid, holder in sandbox_holders():
@@ -72,7 +72,7 @@ async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not
     await again.close()
 
 
-async def test_interpreters_of_domains_that_are_gone_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interpreters_of_former_domains_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "MOST_SERVERS", 2)
     runtime = BubblewrapRuntime()
     for number in range(4):
@@ -80,6 +80,6 @@ async def test_interpreters_of_domains_that_are_gone_are_not_kept(monkeypatch: p
         assert (await runtime.run_code(program, LIMITS)).stdout.text == "1\n"
     assert [domain for _, domain in runtime._servers] == ["run 2", "run 3"]
     await runtime.close()
-    async with asyncio.timeout(10):  # its processes end with the one that was waited for, a moment later
+    async with asyncio.timeout(10):  # its other processes end a moment after the awaited one
         while any(holder == this_supervisor() for _, holder in sandbox_holders()):
             await asyncio.sleep(0.01)

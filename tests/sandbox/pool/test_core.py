@@ -1,4 +1,4 @@
-"""The pool's decisions, on a clock of the test's own."""
+"""The pool's decisions, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAKY = MakeFailure("sandbox-not-made", "no namespace", True)
 
 
 class Simulated:
-    """A core whose shell does nothing by itself: what is under way is ended by the test."""
+    """A core without a shell: the test ends the operations that the core starts."""
 
     def __init__(self, warm: Sequence[tuple[SandboxKind, WarmBounds]] = (), **bounds: Any) -> None:
         ids = itertools.count()
@@ -35,7 +35,7 @@ class Simulated:
         self.closing: list[str] = []
         self.revoked: set[str] = set()
         self.used: set[str] = set()
-        self.asked = itertools.count()
+        self.request_count = itertools.count()
         self.take(self.core.tick(self.now))
 
     def take(self, instructions: list[Instruction]) -> None:
@@ -60,10 +60,10 @@ class Simulated:
         check(self.core)
 
     def ask(self, owner: str = "a", kind: SandboxKind | None = None, wait_s: float = 10.0, ttl_s: float = 60.0) -> str:
-        request = f"request{next(self.asked)}"
+        request = f"request{next(self.request_count)}"
         memory_bytes = kind.memory_bytes if kind else 64 * MIB
-        asked = Request(id=request, owner=owner, wait_s=wait_s, memory_bytes=memory_bytes, kind=kind, ttl_s=ttl_s)
-        self.take(self.core.ask(asked, self.now))
+        full = Request(id=request, owner=owner, wait_s=wait_s, memory_bytes=memory_bytes, kind=kind, ttl_s=ttl_s)
+        self.take(self.core.ask(full, self.now))
         return request
 
     def make(self) -> None:
@@ -90,7 +90,7 @@ class Simulated:
         self.take(self.core.tick(self.now))
 
     def settle(self) -> None:
-        """Everything under way ends well, until nothing is."""
+        """End all operations successfully, until none is left."""
         for _ in range(1000):
             if not (self.making or self.cleaning or self.closing):
                 return
@@ -104,19 +104,19 @@ def started(pool: Simulated, *requests: str) -> list[bool]:
     return [isinstance(pool.answers.get(request), Start) for request in requests]
 
 
-def test_owners_share_fairly_however_many_requests_one_has() -> None:
+def test_owners_share_fairly_however_many_requests_one_owner_has() -> None:
     pool = Simulated(running=2)
     flood = [pool.ask("a") for _ in range(50)]
     late = [pool.ask("b") for _ in range(2)]
     pool.done(flood[0])
     pool.done(flood[1])
-    assert started(pool, *late) == [True, False]  # one each now
+    assert started(pool, *late) == [True, False]  # one for each owner
     assert started(pool, *flood[:4]) == [True, True, True, False]
     pool.done(late[0])
     assert started(pool, late[1]) == [True]
 
 
-def test_a_request_that_waited_too_long_is_told_so_in_its_own_words() -> None:
+def test_a_request_that_reaches_its_deadline_is_refused_with_the_reason() -> None:
     pool = Simulated(running=1)
     pool.ask()
     second = pool.ask(wait_s=3.0)
@@ -129,7 +129,7 @@ def test_a_request_that_waited_too_long_is_told_so_in_its_own_words() -> None:
     assert (refusal.kind, refusal.detail, refusal.retryable) == ("no-sandbox-in-time", "no sandbox within 3 s", True)
 
 
-def test_beyond_the_bound_the_answer_is_busy_and_says_when_to_ask_again() -> None:
+def test_beyond_the_bound_on_waiting_requests_the_answer_is_busy() -> None:
     pool = Simulated(running=1, waiting=3)
     first = pool.ask("a")
     waiting = [pool.ask("a") for _ in range(3)]
@@ -145,7 +145,7 @@ def test_beyond_the_bound_the_answer_is_busy_and_says_when_to_ask_again() -> Non
     assert started(pool, other) == [True]
 
 
-def test_waiting_and_making_are_told_apart() -> None:
+def test_the_waiting_time_and_the_time_to_make_a_sandbox_are_separate() -> None:
     pool = Simulated(sandboxes=1)
     first = pool.ask(kind=SMALL, wait_s=30)
     pool.after(4.0)
@@ -163,7 +163,7 @@ def test_waiting_and_making_are_told_apart() -> None:
     assert (hand.queue_s, hand.start_s) == (6.0, 0.25)
 
 
-def test_a_suspicious_sandbox_is_closed_and_never_handed_on() -> None:
+def test_a_suspicious_sandbox_is_closed_and_never_leased_again() -> None:
     pool = Simulated(sandboxes=1)
     first = pool.ask(kind=SMALL)
     pool.make()
@@ -176,7 +176,7 @@ def test_a_suspicious_sandbox_is_closed_and_never_handed_on() -> None:
     assert isinstance(pool.answers[second], LeaseSandbox)
 
 
-def test_one_that_cannot_be_reset_is_closed() -> None:
+def test_a_sandbox_that_cannot_be_reset_is_closed() -> None:
     pool = Simulated()
     first = pool.ask(kind=SMALL)
     pool.make()
@@ -185,13 +185,13 @@ def test_one_that_cannot_be_reset_is_closed() -> None:
     assert len(pool.closing) == 1
 
 
-def test_times_for_which_nobody_waits_any_more_take_no_memory() -> None:
+def test_times_that_are_no_longer_awaited_use_bounded_memory() -> None:
     pool = Simulated(running=1, ttl_s=1e9)
     before = pool.ask(wait_s=1e9)
-    for _ in range(3 * MIN_DUE):  # all of them have to wait
-        asked = pool.ask(wait_s=1e9)
+    for _ in range(3 * MIN_DUE):  # each of them has to wait
+        newest = pool.ask(wait_s=1e9)
         pool.done(before)
-        before = asked
+        before = newest
     leased = pool.ask(kind=SandboxKind("small", MIB), ttl_s=1e8)
     pool.make()
     hand = pool.answers[leased]
@@ -203,7 +203,7 @@ def test_times_for_which_nobody_waits_any_more_take_no_memory() -> None:
     assert hand.lease in pool.revoked
 
 
-def test_an_expired_lease_is_taken_back_and_a_renewed_one_is_not() -> None:
+def test_a_sandbox_whose_lease_expired_is_closed_and_a_renewed_lease_goes_on() -> None:
     pool = Simulated(ttl_s=100.0)
     kept, lost = pool.ask(kind=SMALL, ttl_s=10), pool.ask(kind=SMALL, ttl_s=10)
     pool.make()
@@ -222,7 +222,7 @@ def test_an_expired_lease_is_taken_back_and_a_renewed_one_is_not() -> None:
     assert pool.core.renew(hand.lease, 10, pool.now) is None
 
 
-def test_a_lease_is_renewed_no_longer_than_its_sandbox_lives() -> None:
+def test_a_lease_is_not_renewed_beyond_the_end_of_its_sandbox() -> None:
     pool = Simulated(ttl_s=100.0)
     first = pool.ask(kind=SMALL, ttl_s=100)
     pool.make()
@@ -234,8 +234,8 @@ def test_a_lease_is_renewed_no_longer_than_its_sandbox_lives() -> None:
     assert pool.core.renew(hand.lease, 100, pool.now) == 20.0
 
 
-def test_closing_waits_for_no_making_and_making_for_no_closing() -> None:
-    """All that may be made are being made, for ever: what is closed is closed all the same, and the other way round."""
+def test_making_and_closing_are_bounded_separately() -> None:
+    """All operations of one kind hang; those of the other kind go on."""
     pool = Simulated(making=1, closing=1, sandboxes=4)
     first = pool.ask(kind=SMALL)
     pool.make()
@@ -253,7 +253,7 @@ def test_closing_waits_for_no_making_and_making_for_no_closing() -> None:
     assert isinstance(again.answers[second], LeaseSandbox)
 
 
-def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> None:
+def test_warm_sandboxes_are_kept_and_other_idle_ones_are_closed_after_a_while() -> None:
     pool = Simulated([(SMALL, WarmBounds(least=2, most=4))], idle_s=60.0)
     assert len(pool.making) == 2
     pool.settle()
@@ -268,18 +268,18 @@ def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> 
     assert pool.core.counts().sandboxes["idle"] == 2
 
 
-def test_a_sandbox_that_rests_is_closed_when_it_can_no_longer_be_leased_in_full() -> None:
+def test_an_idle_sandbox_is_closed_when_it_is_too_old_for_the_longest_lease() -> None:
     pool = Simulated([(SMALL, WarmBounds(least=1, most=1))], idle_s=5.0, ttl_s=20.0)
     pool.make()
     pool.after(19.75)
     assert pool.closing == []
-    pool.after(0.25)  # to the moment: it is looked at once, not for ever
+    pool.after(0.25)  # the time is reached exactly, and checked once
     assert len(pool.closing) == 1
     due = pool.core.next_due()
     assert due is None or due > pool.now
 
 
-def test_making_is_tried_again_after_a_pause_and_the_deadline_says_why_there_is_none() -> None:
+def test_making_is_retried_after_a_pause_and_a_refusal_names_the_last_failure() -> None:
     pool = Simulated()
     request = pool.ask(kind=SMALL, wait_s=2.0)
     pool.take(pool.core.not_made(pool.making.pop(), FLAKY, pool.now))
@@ -297,7 +297,7 @@ def test_making_is_tried_again_after_a_pause_and_the_deadline_says_why_there_is_
     assert (refused.kind, refused.retryable) == ("not-offered", False)
 
 
-def test_memory_of_all_limits_never_adds_up_to_more_than_there_is_and_the_large_do_not_starve() -> None:
+def test_memory_limits_never_add_up_to_more_than_the_pools_memory_and_large_requests_do_not_starve() -> None:
     pool = Simulated(running=100, memory_bytes=300 * MIB)
     small = [pool.ask() for _ in range(4)]  # 64 MiB each
     large = pool.ask(kind=LARGE)
@@ -310,11 +310,11 @@ def test_memory_of_all_limits_never_adds_up_to_more_than_there_is_and_the_large_
     assert started(pool, *after) == [False] * 3
     pool.give_back(large)
     pool.settle()
-    assert pool.core.counts().sandboxes["idle"] == 0  # it gave way
+    assert pool.core.counts().sandboxes["idle"] == 0  # it was closed for the larger request
     assert started(pool, *after) == [True] * 3
 
 
-def test_what_waits_for_memory_of_a_lease_does_not_hold_up_what_would_fit() -> None:
+def test_a_request_that_waits_for_leased_memory_does_not_block_smaller_ones() -> None:
     pool = Simulated(running=100, memory_bytes=400 * MIB)
     held = pool.ask(kind=LARGE, wait_s=100.0)
     pool.make()
@@ -330,7 +330,7 @@ def test_what_waits_for_memory_of_a_lease_does_not_hold_up_what_would_fit() -> N
     assert isinstance(pool.answers[other], LeaseSandbox)
 
 
-def test_what_can_never_be_is_refused_at_once() -> None:
+def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
     pool = Simulated(memory_bytes=100 * MIB, ttl_s=60.0)
     for request, kind in ((pool.ask(kind=LARGE), "too-large"), (pool.ask(kind=SMALL, ttl_s=61.0), "ttl-too-long")):
         refusal = pool.answers[request]
@@ -338,7 +338,7 @@ def test_what_can_never_be_is_refused_at_once() -> None:
         assert (refusal.kind, refusal.retryable) == (kind, False)
 
 
-def test_a_sandbox_that_cannot_be_closed_counts_for_ever() -> None:
+def test_the_memory_of_a_sandbox_that_cannot_be_closed_counts_as_taken() -> None:
     pool = Simulated(sandboxes=1)
     first = pool.ask(kind=SMALL)
     pool.make()
@@ -350,7 +350,7 @@ def test_a_sandbox_that_cannot_be_closed_counts_for_ever() -> None:
     assert (counts.sandboxes["stuck"], counts.memory_bytes) == (1, SMALL.memory_bytes)
 
 
-def test_nothing_is_kept_of_kinds_and_owners_that_are_gone() -> None:
+def test_the_state_of_former_kinds_and_owners_is_deleted() -> None:
     pool = Simulated(reuse=False)
     for number in range(10):
         request = pool.ask(f"run{number}", kind=SandboxKind(f"kind{number}", MIB))
@@ -369,7 +369,7 @@ def test_nothing_is_kept_of_kinds_and_owners_that_are_gone() -> None:
 
 
 class Histories(RuleBasedStateMachine):
-    """Any order of events; at the end everything that was asked has one answer, and nothing is left."""
+    """Every request is answered once, in any order of events, and nothing is left at the end."""
 
     requests = Bundle("requests")
 

@@ -1,4 +1,4 @@
-"""The pool at work, over a runtime in memory."""
+"""The pool over a runtime in memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_no_more_run_at_a_time_than_may_and_all_do_in_the_end(make: Any, runtime: MemoryRuntime) -> None:
+async def test_no_more_executions_run_at_a_time_than_allowed_and_all_run_in_the_end(
+    make: Any, runtime: MemoryRuntime
+) -> None:
     pool = make(running=3)
     results = await asyncio.gather(*(pool.run_code(code("sleep 0.01"), LIMITS, owner=f"{n % 4}") for n in range(20)))
     assert runtime.most_running == 3
@@ -59,7 +61,7 @@ async def test_no_more_run_at_a_time_than_may_and_all_do_in_the_end(make: Any, r
     assert max(result.queue_s for result in results) > 0.05
 
 
-async def test_a_sandbox_is_reset_before_it_is_handed_on(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_sandbox_is_reset_before_it_is_leased_again(make: Any, runtime: MemoryRuntime) -> None:
     pool = make(sandboxes=1)
     first = await pool.lease(TEMPLATE, 60)
     await first.write("b", b"mine")
@@ -71,7 +73,9 @@ async def test_a_sandbox_is_reset_before_it_is_handed_on(make: Any, runtime: Mem
 
 
 @pytest.mark.parametrize("words", ["lost", "fail"])
-async def test_what_was_lost_is_not_handed_on(make: Any, runtime: MemoryRuntime, words: str) -> None:
+async def test_a_sandbox_in_which_something_suspicious_happened_is_not_reset_but_closed(
+    make: Any, runtime: MemoryRuntime, words: str
+) -> None:
     pool = make(sandboxes=1)
     first = await pool.lease(TEMPLATE, 60)
     before = set(runtime.living)
@@ -83,9 +87,7 @@ async def test_what_was_lost_is_not_handed_on(make: Any, runtime: MemoryRuntime,
     await second.close()
 
 
-async def test_a_failure_that_says_nothing_against_the_sandbox_does_not_cost_it(
-    make: Any, runtime: MemoryRuntime
-) -> None:
+async def test_a_harmless_failure_does_not_make_a_sandbox_suspicious(make: Any, runtime: MemoryRuntime) -> None:
     pool = make(sandboxes=1)
     first = await pool.lease(TEMPLATE, 60)
     before = set(runtime.living)
@@ -96,7 +98,7 @@ async def test_a_failure_that_says_nothing_against_the_sandbox_does_not_cost_it(
     assert runtime.living == before
 
 
-async def test_one_that_is_not_clean_is_closed_and_another_made(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_sandbox_that_cannot_be_reset_is_closed_and_another_is_made(make: Any, runtime: MemoryRuntime) -> None:
     runtime.reset_fails = lambda: True
     pool = make(sandboxes=1)
     await (await pool.lease(TEMPLATE, 60)).close()
@@ -104,7 +106,7 @@ async def test_one_that_is_not_clean_is_closed_and_another_made(make: Any, runti
     await until(lambda: not runtime.living)
 
 
-async def test_whoever_gives_up_waiting_keeps_nothing(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_request_that_is_cancelled_while_it_waits_keeps_nothing(make: Any, runtime: MemoryRuntime) -> None:
     pool = make(running=1, sandboxes=1)
     lease = await pool.lease(TEMPLATE, 60)
     first = asyncio.ensure_future(pool.run_code(code("sleep 60"), LIMITS))
@@ -122,7 +124,9 @@ async def test_whoever_gives_up_waiting_keeps_nothing(make: Any, runtime: Memory
     assert runtime.ran == ["sleep 60"]
 
 
-async def test_whoever_is_cancelled_when_just_served_keeps_nothing(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_request_that_is_cancelled_just_as_it_is_served_keeps_nothing(
+    make: Any, runtime: MemoryRuntime
+) -> None:
     pool = make(running=1, sandboxes=1)
     first = asyncio.ensure_future(pool.run_code(code("sleep 60"), LIMITS))
     await until(lambda: runtime.running)
@@ -141,7 +145,9 @@ async def test_whoever_is_cancelled_when_just_served_keeps_nothing(make: Any, ru
     assert pool.counts().leases == 0
 
 
-async def test_a_lease_that_runs_out_ends_what_runs_as_a_failure(make: Any, runtime: MemoryRuntime) -> None:
+async def test_after_the_end_of_the_lease_a_running_call_ends_with_a_failure_of_ours(
+    make: Any, runtime: MemoryRuntime
+) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 0.05)
     with pytest.raises(SandboxFailure) as caught:
@@ -155,7 +161,7 @@ async def test_a_lease_that_runs_out_ends_what_runs_as_a_failure(make: Any, runt
     await lease.close()
 
 
-async def test_a_renewed_lease_lasts(make: Any) -> None:
+async def test_a_renewed_lease_goes_on(make: Any) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 0.05)
     assert lease.renew(60) == pytest.approx(60)
@@ -163,7 +169,7 @@ async def test_a_renewed_lease_lasts(make: Any) -> None:
     await lease.close()
 
 
-async def test_giving_back_ends_what_runs(make: Any) -> None:
+async def test_closing_a_leased_sandbox_ends_its_running_calls(make: Any) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 60)
     running = asyncio.ensure_future(lease.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS))
@@ -173,7 +179,7 @@ async def test_giving_back_ends_what_runs(make: Any) -> None:
         await running
 
 
-async def test_whoever_is_cancelled_while_it_gives_back_holds_nothing(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_cancelled_close_still_gives_the_sandbox_back(make: Any, runtime: MemoryRuntime) -> None:
     pool = make()
     lease = await pool.lease(TEMPLATE, 60)
     running = asyncio.ensure_future(lease.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS))
@@ -189,7 +195,7 @@ async def test_whoever_is_cancelled_while_it_gives_back_holds_nothing(make: Any,
         await running
 
 
-async def test_warm_ones_are_there_before_anybody_asks(make: Any, runtime: MemoryRuntime) -> None:
+async def test_warm_sandboxes_are_ready_before_the_first_request(make: Any, runtime: MemoryRuntime) -> None:
     runtime.make_s = 0.2
     pool = make((TEMPLATE, WarmBounds(least=2, most=2)))
     await pool.start()
@@ -199,7 +205,7 @@ async def test_warm_ones_are_there_before_anybody_asks(make: Any, runtime: Memor
     await lease.close()
 
 
-async def test_making_is_tried_again_until_the_deadline(make: Any, runtime: MemoryRuntime) -> None:
+async def test_making_is_retried_until_the_deadline(make: Any, runtime: MemoryRuntime) -> None:
     fails = iter([True, True, False])
     runtime.open_fails = lambda: next(fails)
     pool = make()
@@ -210,7 +216,7 @@ async def test_making_is_tried_again_until_the_deadline(make: Any, runtime: Memo
     assert (caught.value.kind, caught.value.retryable) == ("no-sandbox-in-time", True)
 
 
-async def test_one_that_cannot_be_closed_is_kept_out_of_use(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_sandbox_that_cannot_be_closed_is_kept_out_of_use(make: Any, runtime: MemoryRuntime) -> None:
     runtime.close_fails = lambda: True
     pool = Pool(runtime, PoolSettings(sandboxes=1, reuse=False))
     await (await pool.lease(TEMPLATE, 60)).close()
@@ -221,7 +227,7 @@ async def test_one_that_cannot_be_closed_is_kept_out_of_use(make: Any, runtime: 
     runtime.living.clear()
 
 
-async def test_while_it_drains_nothing_new_is_taken(make: Any, runtime: MemoryRuntime) -> None:
+async def test_a_draining_pool_refuses_new_requests(make: Any, runtime: MemoryRuntime) -> None:
     pool = make(running=1)
     first = asyncio.ensure_future(pool.run_code(code("sleep 0.05"), LIMITS))
     second = asyncio.ensure_future(pool.run_code(code("second"), LIMITS))
@@ -234,7 +240,7 @@ async def test_while_it_drains_nothing_new_is_taken(make: Any, runtime: MemoryRu
     assert (await first).exit_code == 0
 
 
-async def test_an_execution_that_was_cancelled_is_waited_for_before_the_runtime_is_closed() -> None:
+async def test_a_cancelled_execution_is_awaited_before_the_runtime_is_closed() -> None:
     ended = []
 
     class SlowToEnd(MemoryRuntime):

@@ -1,4 +1,4 @@
-"""G16: waiting for a sandbox, and making one, are not the command's time."""
+"""G16: waiting for a sandbox and making one do not count as the command's time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_killed_by_itself(result: ExecResult) -> bool:
 async def in_a_lease(
     pool: Pool, command: SandboxCommand, limits: Limits, wait_s: float
 ) -> tuple[ExecResult, float, float]:
-    """The result of a command in a leased sandbox, and how long it took until there was one, and to make it."""
+    """The result of a command in a leased sandbox, the waiting time, and the time to make the sandbox."""
     leased = await pool.lease(Template(), 60, wait_s=wait_s)
     try:
         return await leased.run(command, limits), leased.queue_s, leased.start_s
@@ -63,7 +63,7 @@ async def in_a_lease(
 
 
 async def alone(pool: Pool, command: SandboxCommand, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
-    """As above, of a command in a sandbox of its own."""
+    """The same for a command in a sandbox of its own."""
     result = await pool.run(command, limits, wait_s=wait_s)
     return result, result.queue_s, result.start_s
 
@@ -95,16 +95,16 @@ async def waits_for_its_start(way: Any) -> None:
     await pool.close()
 
 
-async def test_G16_the_queue_is_told_apart_from_the_commands_time() -> None:  # noqa: N802
+async def test_the_waiting_time_and_the_programs_time_are_reported_separately() -> None:
     await asyncio.gather(waits_for_another(in_a_lease), waits_for_another(alone))
 
 
-async def test_G16_a_slow_start_is_told_apart_from_the_commands_time() -> None:  # noqa: N802
+async def test_the_time_to_make_a_sandbox_and_the_programs_time_are_reported_separately() -> None:
     await asyncio.gather(waits_for_its_start(in_a_lease), waits_for_its_start(alone))
 
 
 class RunsShort:
-    """Its one step runs the command that is killed at once."""
+    """An environment whose one step runs a command that is killed at once."""
 
     def __init__(self) -> None:
         self.environment_context: EnvironmentContext | None = None
@@ -118,7 +118,7 @@ class RunsShort:
         return Step(f"signal {result.signal}", 1.0, True, False, {})
 
 
-async def test_G16_queue_and_start_are_no_working_time_of_an_episode(tmp_path: Path) -> None:  # noqa: N802
+async def test_waiting_for_a_sandbox_is_not_working_time_of_an_episode(tmp_path: Path) -> None:
     async with service(BubblewrapRuntime(), tmp_path / "s", pool={"running": 1}) as address:
         client = client_of(address, owner="another run")
         first = asyncio.ensure_future(client.run(LONG, LIMITS))

@@ -1,4 +1,4 @@
-"""A sandbox service to talk to: in this event loop, or as a process of its own."""
+"""Sandbox services for tests: in this event loop, or in a process of their own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HEADRACE = str(Path(sys.executable).parent / "headrace")
 
 @asynccontextmanager
 async def service(runtime: Runtime, path: Path | None = None, **settings: Any) -> AsyncIterator[str]:
-    """A service in this event loop; gives its address. ``pool``: fields of its bounds."""
+    """A service in this event loop; yields its address. ``pool``: fields of its bounds."""
     pool = PoolSettings(**settings.pop("pool", {}))
     stop = asyncio.Event()
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    made = ServiceSettings(runtime=runtime.name, socket=path, pool=pool, grace_s=1.0, **settings)
-    running = asyncio.create_task(serve_with(runtime, made, ready=address.set_result, stop=stop))
+    service_settings = ServiceSettings(runtime=runtime.name, socket=path, pool=pool, grace_s=1.0, **settings)
+    running = asyncio.create_task(serve_with(runtime, service_settings, ready=address.set_result, stop=stop))
     await asyncio.wait({running, address}, return_when=asyncio.FIRST_COMPLETED)
     try:
         if running.done():
@@ -39,7 +39,7 @@ async def service(runtime: Runtime, path: Path | None = None, **settings: Any) -
 
 
 class Process:
-    """A service as a process of its own."""
+    """A service in a process of its own."""
 
     def __init__(self, path: Path, *arguments: str) -> None:
         self.address = f"unix://{path}"
@@ -51,19 +51,19 @@ class Process:
         assert self._process.stdout is not None
         self.pid = self._process.pid
         try:
-            said = self._process.stdout.readline().decode().strip()
-            assert said == self.address, f"it said {said!r}"
+            line = self._process.stdout.readline().decode().strip()
+            assert line == self.address, f"it said {line!r}"
         except BaseException:
             self.kill()
             raise
 
     def kill(self) -> None:
-        """As the kernel does for memory."""
+        """Kill it with SIGKILL."""
         self._process.kill()
         self._wait()
 
     def stop(self) -> int:
-        """In order; gives the exit code."""
+        """Stop it with SIGTERM; returns the exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._wait()
 

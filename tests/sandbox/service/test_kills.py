@@ -1,8 +1,8 @@
 """A sandbox service that is killed at random moments under load.
 
-* Nothing that it ran lives on: its heir removes all of it at once.
-* Where the heir is killed too, no program lives longer than its time, and the next start removes the rest.
-* Whoever waited for an answer gets a retryable failure, and no result.
+* None of its programs survives: its clean-up process removes them at once.
+* If the clean-up process is killed too, programs end at their time limits, and the next start removes the rest.
+* Clients that wait for an answer get a retryable failure, and no result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS = int(os.environ.get("HEADRACE_SANDBOX_KILLS", "8"))
 """`make chaos` kills more often."""
 
 TTL_S = 6.0
-"""Of every lease and program of these tests."""
+"""The lifetime of leases, and the time limit of programs."""
 
 LIMITS = Limits(wall_s=TTL_S, memory_bytes=32 << 20)
 
@@ -42,45 +42,45 @@ SEED = int(os.environ.get("HEADRACE_SANDBOX_SEED", "0")) or secrets.randbits(32)
 
 
 def processes(pid: int, mark: str) -> list[str]:
-    """What runs of a service, or of its programs, whoever its parent is now."""
-    found = []
+    """The processes of a service and of its programs, whatever their parents are."""
+    remains = []
     for other in list_pids():
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{other}")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             holds = f"{SUPERVISOR_VARIABLE}={pid}-".encode() in (folder / "environ").read_bytes()
             if holds or mark in command:
-                found.append(f"{other}: {command[:100]}")
-    return found
+                remains.append(f"{other}: {command[:100]}")
+    return remains
 
 
 def programs(mark: str) -> int:
-    """How many programs run, which call themselves by the mark."""
-    found = 0
+    """The number of running programs with this name."""
+    remains = 0
     for pid in list_pids():
         with contextlib.suppress(OSError):
-            found += Path(f"/proc/{pid}/cmdline").read_bytes().startswith(mark.encode())
-    return found
+            remains += Path(f"/proc/{pid}/cmdline").read_bytes().startswith(mark.encode())
+    return remains
 
 
 def groups(pid: int) -> list[Path]:
-    """Control groups of a service."""
-    found: list[Path] = []
+    """The control groups of a service."""
+    remains: list[Path] = []
     for parent in (ROOT / PARENT, *ROOT.glob(f"*/{PARENT}")):
         with contextlib.suppress(OSError):
-            found += [parent / name for name in os.listdir(parent) if name.startswith(f"{pid}-")]
-    return found
+            remains += [parent / name for name in os.listdir(parent) if name.startswith(f"{pid}-")]
+    return remains
 
 
-def left_of(pid: int, mark: str) -> list[str]:
-    """Everything that an independent look finds of a service that was killed."""
+def remains_of(pid: int, mark: str) -> list[str]:
+    """Everything that remains of a killed service."""
     mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{pid}-" in line]
     folders = [str(path) for path in state_folder().glob(f"*/{pid}-*")]
     return [*processes(pid, mark), *map(str, groups(pid)), *mounts, *folders]
 
 
-def heir_of(pid: int) -> int:
-    """The process id of a service's heir."""
+def cleanup_process_of(pid: int) -> int:
+    """The process id of a service's clean-up process."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if b"headrace_sandbox.host.cleanup_process" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
@@ -88,7 +88,7 @@ def heir_of(pid: int) -> int:
 
 
 class Load:
-    """Clients that keep a service busy. Programs with the mark never end by themselves."""
+    """Clients that keep a service busy. Programs with the mark are endless."""
 
     def __init__(self, client: ServiceRuntime, mark: str) -> None:
         self._client = client
@@ -97,7 +97,7 @@ class Load:
         self.endless: list[ExecResult | SandboxFailure] = []
 
     async def run(self) -> None:
-        """Until the service is gone."""
+        """Run until the service has ended."""
         await asyncio.gather(
             *(self._one(kind) for kind in (self._short, self._program, self._lease, self._session) * 2)
         )
@@ -163,14 +163,14 @@ async def test_nothing_outlives_a_service_that_is_killed_at_random_moments_under
         process = await asyncio.to_thread(Process, socket_path, "--running", "8", "--memory-mib", "2048")
         try:
             if before is not None:
-                assert left_of(*before) == [], f"after the next start (seed {SEED})"
+                assert remains_of(*before) == [], f"after the next start (seed {SEED})"
             client = client_of(process.address, wait_s=TTL_S)
             load = Load(client, mark)
             loading = asyncio.create_task(load.run())
             await asyncio.wait({loading}, timeout=chance.uniform(0.0, 0.7))
-            has_heir = number % 3 != 2
-            if not has_heir:
-                os.kill(heir_of(process.pid), signal.SIGKILL)
+            has_cleanup = number % 3 != 2
+            if not has_cleanup:
+                os.kill(cleanup_process_of(process.pid), signal.SIGKILL)
         finally:
             await asyncio.to_thread(process.kill)
         async with asyncio.timeout(30):
@@ -181,20 +181,20 @@ async def test_nothing_outlives_a_service_that_is_killed_at_random_moments_under
         assert failures
         kinds |= {failure.kind for failure in failures}
         before = process.pid, mark
-        if has_heir:
-            await eventually(lambda pid=process.pid, mark=mark: not left_of(pid, mark), 10.0)
+        if has_cleanup:
+            await eventually(lambda pid=process.pid, mark=mark: not remains_of(pid, mark), 10.0)
         else:
             await eventually(lambda mark=mark: not programs(mark), TTL_S + 2.0)
     last = await asyncio.to_thread(Process, socket_path)
     assert before is not None
-    assert left_of(*before) == []
+    assert remains_of(*before) == []
     assert await asyncio.to_thread(last.stop) == 0
-    assert left_of(last.pid, "no such mark") == []
+    assert remains_of(last.pid, "no such mark") == []
     assert not socket_path.exists()
     assert kinds <= {"service-lost", "service-unreachable", "lease-over"}, kinds
 
 
-async def test_a_service_that_is_told_to_stop_leaves_nothing_and_ends_with_0(socket_path: Path) -> None:
+async def test_sigterm_stops_the_service_in_order_and_it_exits_with_0(socket_path: Path) -> None:
     mark = f"stopped{secrets.token_hex(6)}"
     process = await asyncio.to_thread(Process, socket_path, "--grace-s", "1", "--warm", "1")
     client = client_of(process.address, wait_s=TTL_S)
@@ -202,6 +202,6 @@ async def test_a_service_that_is_told_to_stop_leaves_nothing_and_ends_with_0(soc
     loading = asyncio.create_task(load.run())
     await eventually(lambda: programs(mark), 20.0)
     assert await asyncio.to_thread(process.stop) == 0
-    assert left_of(process.pid, mark) == []
+    assert remains_of(process.pid, mark) == []
     await loading
     await client.close()

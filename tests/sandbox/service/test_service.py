@@ -103,7 +103,9 @@ async def test_a_failure_keeps_its_kind_over_the_service(client: ServiceRuntime)
     await sandbox.close()
 
 
-async def test_whoever_hangs_up_has_what_runs_for_it_killed(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+async def test_when_a_client_disconnects_its_running_program_is_killed(
+    client: ServiceRuntime, runtime: MemoryRuntime
+) -> None:
     sandbox = await client.open(TEMPLATE, 60)
     running = [
         asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)),
@@ -117,7 +119,9 @@ async def test_whoever_hangs_up_has_what_runs_for_it_killed(client: ServiceRunti
     await sandbox.close()
 
 
-async def test_whoever_hangs_up_while_it_waits_is_not_served(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+async def test_a_client_that_disconnects_while_it_waits_is_not_served(
+    client: ServiceRuntime, runtime: MemoryRuntime
+) -> None:
     first = [asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)) for _ in range(2)]
     await until(lambda: runtime.running == 2)
     waiting = asyncio.ensure_future(client.run_code(code("never"), LIMITS))
@@ -131,7 +135,9 @@ async def test_whoever_hangs_up_while_it_waits_is_not_served(client: ServiceRunt
     assert "never" not in runtime.ran
 
 
-async def test_too_many_are_told_busy_and_when_to_come_back(client: ServiceRuntime, address: str) -> None:
+async def test_too_many_requests_are_refused_as_busy_with_the_time_to_retry(
+    client: ServiceRuntime, address: str
+) -> None:
     running = [asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)) for _ in range(4)]
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address.removeprefix("unix://"))) as http:
 
@@ -151,7 +157,7 @@ async def test_too_many_are_told_busy_and_when_to_come_back(client: ServiceRunti
     await asyncio.wait(running)
 
 
-async def test_a_lease_that_ran_out_is_over_for_the_client_too(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+async def test_an_expired_lease_is_over_for_the_client(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
     sandbox = await client.open(TEMPLATE, 0.05)
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.run(SandboxCommand(arguments=["sleep", "60"]), LIMITS)
@@ -160,8 +166,8 @@ async def test_a_lease_that_ran_out_is_over_for_the_client_too(client: ServiceRu
     await sandbox.close()
 
 
-async def test_what_may_have_begun_is_run_again_only_if_it_is_repeatable(tmp_path: Path) -> None:
-    """A service that takes a request and hangs up, once."""
+async def test_an_execution_that_may_have_begun_is_run_again_only_if_it_is_repeatable(tmp_path: Path) -> None:
+    """A service that accepts one request and disconnects."""
     asked: list[bytes] = []
     path = tmp_path / "s"
     runtime = MemoryRuntime()
@@ -187,7 +193,7 @@ async def test_what_may_have_begun_is_run_again_only_if_it_is_repeatable(tmp_pat
     assert runtime.ran == ["y"]
 
 
-async def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
+async def test_a_request_that_did_not_reach_the_service_is_retried_for_a_while(tmp_path: Path) -> None:
     client = client_of(f"unix://{tmp_path / 's'}")
     running = asyncio.ensure_future(client.run_code(code("x"), LIMITS))
     await asyncio.sleep(0.1)
@@ -196,9 +202,7 @@ async def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
         await client.close()
 
 
-async def test_a_service_that_is_not_there_is_a_retryable_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unreachable_service_is_a_retryable_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_sandbox.client.RECONNECT_S", 0.1)
     client = client_of(f"unix://{tmp_path / 's'}")
     with pytest.raises(SandboxFailure, match="headrace sandbox serve") as caught:
@@ -207,7 +211,7 @@ async def test_a_service_that_is_not_there_is_a_retryable_failure(
     await client.close()
 
 
-async def test_a_page_of_somebody_in_between_is_no_answer(tmp_path: Path) -> None:
+async def test_the_page_of_a_proxy_is_a_failure(tmp_path: Path) -> None:
     async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>")
@@ -221,14 +225,16 @@ async def test_a_page_of_somebody_in_between_is_no_answer(tmp_path: Path) -> Non
         await client.close()
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_an_invalid_address_is_refused() -> None:
     for address in ("", "/run/x.sock", "unix://relative/x", "ftp://host", "http://"):
         with pytest.raises(SandboxFailure) as caught:
             client_of(address)
         assert caught.value.kind == "bad-address"
 
 
-async def test_the_socket_is_its_owners_alone_or_a_groups(runtime: MemoryRuntime, tmp_path: Path) -> None:
+async def test_the_socket_can_be_used_by_its_owner_or_by_the_given_group(
+    runtime: MemoryRuntime, tmp_path: Path
+) -> None:
     async with service(runtime, tmp_path / "s"):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
     assert not (tmp_path / "s").exists()
@@ -239,10 +245,10 @@ async def test_the_socket_is_its_owners_alone_or_a_groups(runtime: MemoryRuntime
             pass
 
 
-async def test_a_socket_in_use_is_refused_and_one_of_a_dead_service_is_taken(tmp_path: Path) -> None:
+async def test_a_socket_in_use_is_refused_and_that_of_a_killed_service_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))  # and nobody listens
+        left.bind(str(path))  # without a listening service
     async with service(MemoryRuntime(), path):
         with pytest.raises(SetupError, match="answers"):
             async with service(MemoryRuntime(), path):
@@ -277,14 +283,14 @@ async def test_with_tokens_a_client_needs_the_role_sandbox(runtime: MemoryRuntim
             await client.close()
 
 
-async def test_a_web_page_is_not_obeyed(runtime: MemoryRuntime) -> None:
+async def test_requests_of_web_pages_are_refused(runtime: MemoryRuntime) -> None:
     async with service(runtime, host="127.0.0.1") as address, aiohttp.ClientSession() as http:
         for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Content-Type": "text/plain"}):
             async with http.post(f"{address}/v1/run", data=b"x", headers=headers) as answer:
                 assert answer.status == 403
 
 
-async def test_health_readiness_and_metrics(client: ServiceRuntime, address: str) -> None:
+async def test_health_readiness_and_metrics_are_reported(client: ServiceRuntime, address: str) -> None:
     await client.run_code(code("x"), LIMITS)
     await client.run_code(code("kill"), LIMITS)
     sandbox = await client.open(TEMPLATE, 60)
@@ -321,7 +327,7 @@ async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path
         await client.close()
 
 
-async def test_no_more_of_a_file_is_read_than_a_body_may_have(runtime: MemoryRuntime, tmp_path: Path) -> None:
+async def test_a_file_is_read_only_up_to_the_limit_of_a_body(runtime: MemoryRuntime, tmp_path: Path) -> None:
     async with service(runtime, tmp_path / "s", max_body_bytes=1000) as address:
         client = client_of(address)
         sandbox = await client.open(Template(), 60)
@@ -343,7 +349,7 @@ HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/m
     ids=["nothing", "an empty line", "half a head", "half a body", "half a body after its answer"],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
+async def test_a_client_that_sends_no_complete_request_is_disconnected_after_a_time(
     runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
 ) -> None:
     monkeypatch.setattr("headrace_sandbox.service.server.REQUEST_TIMEOUT_S", 0.05)
@@ -359,7 +365,7 @@ async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
                 await reader.read()
 
 
-async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_takes(
+async def test_a_complete_request_is_answered_however_long_the_answer_takes(
     runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_sandbox.service.server.REQUEST_TIMEOUT_S", 0.3)
@@ -377,7 +383,7 @@ async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_t
     assert runtime.ran == ["meanwhile", "sleep 0.5"]
 
 
-async def test_no_more_output_is_kept_than_a_body_may_have(client: ServiceRuntime) -> None:
+async def test_output_is_kept_only_up_to_the_limit_of_a_body(client: ServiceRuntime) -> None:
     kept = Limits(kept_bytes=1 << 40, memory_bytes=1 << 20)
     lease = await client.open(TEMPLATE, 60.0)
     session = await lease.session("bash")
@@ -392,7 +398,7 @@ async def test_no_more_output_is_kept_than_a_body_may_have(client: ServiceRuntim
     await lease.close()
 
 
-async def test_a_time_or_a_limit_that_is_none_is_refused(client: ServiceRuntime, address: str) -> None:
+async def test_an_invalid_time_or_limit_is_refused(client: ServiceRuntime, address: str) -> None:
     bodies = {
         "run": {"program": {"code": "1"}, "limits": {"memory_bytes": -1}, "wait_s": 1.0},
         "sandboxes": {"template": {}, "ttl_s": math.nan, "wait_s": 1.0},
@@ -412,7 +418,7 @@ async def test_a_time_or_a_limit_that_is_none_is_refused(client: ServiceRuntime,
         client_of(address, wait_s=math.inf)
 
 
-async def test_a_service_that_stops_lets_what_runs_end_and_takes_nothing_new(tmp_path: Path) -> None:
+async def test_a_stopping_service_gives_running_programs_some_time_and_refuses_new_requests(tmp_path: Path) -> None:
     runtime = MemoryRuntime()
     async with service(runtime, tmp_path / "s") as address:
         client = client_of(address)

@@ -50,12 +50,12 @@ async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: Bubblewra
     assert not pids_with_mark(mark)
 
 
-# A shell that lives on -----------------------------------------------------------------------------------------------
+# A persistent shell -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 async def shell(fresh: BubblewrapRuntime) -> tuple[Sandbox, Session, str]:
-    """A sandbox, a shell in it, and a mark in the environment of all that runs there."""
+    """A sandbox, a shell in it, and a mark in the environment of its processes."""
     mark = secrets.token_hex(8)
     sandbox = await fresh.open(Template(environment={"MARK": mark}), 120.0)
     return sandbox, await sandbox.session("bash"), mark
@@ -69,7 +69,7 @@ async def test_a_background_process_does_not_delay_a_cell(
     result = await session.run(script, Limits(wall_s=5.0))
     assert (result.exit_code, result.limit, result.lost) == (0, None, None)
     assert result.stdout.text.replace("y\n", "") == expected
-    assert result.wall_s < 4  # 1 s where it is quiet
+    assert result.wall_s < 4  # 1 s on a quiet machine
     assert (await session.run("echo next", Limits(wall_s=5.0))).stdout.text == "next\n"
     assert pids_marked(mark)
     await session.close()

@@ -1,6 +1,6 @@
 """Random hostile programs on the default runtime: each ends in time with a result, and leaves nothing.
 
-``HEADRACE_PROGRAMS`` is how many; a few hundred if it is not set. ``HEADRACE_SEED`` is the first seed.
+``HEADRACE_PROGRAMS`` is their number, by default a few hundred. ``HEADRACE_SEED`` is the first seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HANG_S = 60.0
 PATIENT = msgspec.structs.replace(LIMITS, wall_s=30.0)
 
 COME_TO = {4: "limit of pids", 163: "limit of memory"}
-"""Seeds whose programs come to these limits if they are given the time: on a busy machine that is over before."""
+"""Seeds whose programs run into these limits, unless their time ends before on a busy machine."""
 
 
 async def outcome(runtime: Runtime, seed: int, limits: Limits = LIMITS) -> str:
@@ -46,15 +46,15 @@ async def outcome(runtime: Runtime, seed: int, limits: Limits = LIMITS) -> str:
     try:
         async with asyncio.timeout(HANG_S):
             if seed % FRESH_EVERY:
-                return told(await runtime.run_code(PythonProgram(code=code), limits))
-            return told(await runtime.run(SandboxCommand(arguments=["python3", "-I", "-c", code]), limits))
+                return describe_end(await runtime.run_code(PythonProgram(code=code), limits))
+            return describe_end(await runtime.run(SandboxCommand(arguments=["python3", "-I", "-c", code]), limits))
     except TimeoutError:
         return f"hang: seed {seed}"
     except SandboxFailure as failure:
         return f"failure: seed {seed}: {failure}"
 
 
-def told(result: ExecResult) -> str:
+def describe_end(result: ExecResult) -> str:
     if result.fault == "limit":
         return f"limit of {result.limit}"
     if result.lost is not None:
@@ -62,7 +62,7 @@ def told(result: ExecResult) -> str:
     return "signal" if result.signal is not None else f"exit {min(result.exit_code or 0, 1)}"
 
 
-async def settled(before: Traces) -> Traces:
+async def settled_traces(before: Traces) -> Traces:
     """The leftovers once they are no more than before, or after some seconds."""
     until = time.monotonic() + 10
     while (after := traces()) != before and time.monotonic() < until:
@@ -74,7 +74,7 @@ async def settled(before: Traces) -> Traces:
 @pytest.mark.component("cgroups")
 @pytest.mark.timeout(60 + PROGRAMS)
 async def test_random_programs_end_in_time_and_leave_nothing() -> None:
-    await BubblewrapRuntime().close()  # this process keeps the lock on its range of users
+    await BubblewrapRuntime().close()  # this process keeps the lock on its range of user ids
     gc.collect()  # what other tests left to it
     nothing = traces()
     runtime = BubblewrapRuntime()
@@ -93,10 +93,10 @@ async def test_random_programs_end_in_time_and_leave_nothing() -> None:
     print(f"{PROGRAMS} programs in {time.monotonic() - begun_at:.0f} s: {dict(outcomes.most_common(12))}")  # noqa: T201
     assert not [what for what in outcomes if what.startswith(("hang", "failure"))]
     assert {seed: await outcome(runtime, seed, PATIENT) for seed in COME_TO} == COME_TO
-    assert await settled(warm) == warm
+    assert await settled_traces(warm) == warm
     assert (await runtime.run_code(PythonProgram(code="print('fine')"), LIMITS)).stdout.text == "fine\n"
     await runtime.close()
-    assert await settled(nothing) == nothing
+    assert await settled_traces(nothing) == nothing
     if PROGRAMS >= 300:
         assert {"exit 0", "exit 1", "signal", "limit of time"} <= set(outcomes)
 

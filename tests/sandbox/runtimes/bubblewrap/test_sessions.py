@@ -163,7 +163,7 @@ async def test_interrupting_ends_the_cell_and_not_the_session(sandbox: Sandbox, 
     await session.interrupt()
     result = await running
     assert (result.exit_code, result.limit, result.lost) == (130 if kind == "bash" else 1, None, None)
-    await session.interrupt()  # nothing runs: nothing happens
+    await session.interrupt()  # without a running cell it does nothing
     assert output_of(await session.run("echo $x" if kind == "bash" else "x", LIMITS)) == "1\n"
 
 

@@ -7,6 +7,8 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,26 +28,32 @@ exec {bwrap} --info-fd $info "$@"
 """Reports that it was started, waits for the end of ``go``, and then becomes bubblewrap, which reports its child."""
 
 
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that the user of a sandbox can read; pytest hides its own ones from other users."""
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 def holders_for(supervisor: Supervisor) -> list[int]:
     return [pid for pid, holder in sandbox_holders() if holder == supervisor]
 
 
 @as_root
 @pytest.mark.component("bubblewrap")
-def test_a_program_whose_supervisor_dies_before_its_start_never_starts(tmp_path: Path) -> None:
+def test_a_program_whose_supervisor_dies_before_its_start_never_starts(public_folder: Path) -> None:
     """The supervisor is killed while bubblewrap does not yet end with its parent."""
-    report, go = tmp_path / "report", tmp_path / "go"
+    report, go = public_folder / "report", public_folder / "go"
     for fifo in (report, go):
         os.mkfifo(fifo)
         fifo.chmod(0o666)
-    paused = tmp_path / "bwrap"
+    paused = public_folder / "bwrap"
     paused.write_text(PAUSED_BWRAP.format(bwrap=shutil.which("bwrap"), report=report, go=go))
-    for path in (paused, tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)  # the sandbox's user runs it
+    paused.chmod(0o755)
     mark = secrets.token_hex(8)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MARK": mark}
-    release = os.open(go, os.O_RDWR)
-    with os.fdopen(os.open(report, os.O_RDWR), "rb", 0) as reports:
+    environment = {**os.environ, "PATH": f"{public_folder}:{os.environ['PATH']}", "MARK": mark}
+    with open(report, "r+b", 0) as reports, open(go, "r+b", 0) as release:
         process = subprocess.Popen([sys.executable, "-c", SUPERVISOR], env=environment)
         try:
             supervisor = this_supervisor()._replace(pid=process.pid, start_ticks=start_ticks(process.pid) or 0)
@@ -54,11 +62,11 @@ def test_a_program_whose_supervisor_dies_before_its_start_never_starts(tmp_path:
         finally:
             process.kill()
             process.wait()
-            os.close(release)
         assert len(holders_for(supervisor)) >= PROGRAMS
+        release.close()
         made = 0
         while made < PROGRAMS:
-            made += b"child-pid" in reports.readline()
+            made += reports.readline().count(b"child-pid")
     holders = [os.pidfd_open(pid) for pid in holders_for(supervisor)]
     assert wait_for_exits(holders, timeout_s=0.5) == len(holders) > 0  # they still wait for the supervisor
     assert not pids_of(mark)

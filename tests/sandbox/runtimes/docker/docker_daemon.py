@@ -71,7 +71,7 @@ class DockerDaemon:
             time.sleep(0.05)
 
     def load(self, tag: str, programs: Iterable[str]) -> str:
-        """Make an image with these programs; gives its name."""
+        """Make an image with these programs; returns its name."""
         client = docker.APIClient(self.host, version="1.41", timeout=120)
         try:
             said = client.import_image_from_data(rootfs(programs), repository=REPOSITORY, tag=tag)
@@ -88,7 +88,7 @@ class DockerDaemon:
         self._process.wait()
 
     def stop(self) -> None:
-        """End it, and remove all that it made: nothing of it is worth an orderly end, which takes seconds."""
+        """Kill it, and remove everything that it made; an orderly end would take seconds."""
         try:
             if self._process is not None:
                 self.kill()
@@ -105,7 +105,7 @@ class DockerDaemon:
         return [path for path in _GROUPS.glob(f"*/{self._group}/*") if path.is_dir()]
 
     def log(self) -> str:
-        """The end of what it wrote."""
+        """The end of its log."""
         return (self.folder / "log").read_text(errors="replace")[-3000:]
 
     def _answers(self) -> bool:
@@ -118,7 +118,7 @@ class DockerDaemon:
                 return False
 
     def _kill_the_rest(self) -> None:
-        """Processes that it started and that are not gone with it: they name its folder, or are in its group."""
+        """Remaining processes that it started: they name its folder, or are in its group."""
         deadline = time.monotonic() + STOP_S
         while time.monotonic() < deadline:
             left = self._left()
@@ -141,7 +141,7 @@ class DockerDaemon:
 
 
 def main() -> int:
-    """Run the command of the arguments beside a daemon; gives its exit code."""
+    """Run the command in the arguments beside a daemon; returns its exit code."""
     daemon = DockerDaemon()
     try:
         daemon.start()

@@ -1,4 +1,4 @@
-"""One Docker daemon with three images for all tests of a session that want one."""
+"""One Docker daemon with three images for all tests of a session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sandbox.runtimes.docker.docker_daemon import DockerDaemon
 
 
 class DockerSetup(NamedTuple):
-    """A daemon, and its images: with Python, with a shell and no Python, with neither."""
+    """A daemon and its images: with Python, with a shell but no Python, with neither."""
 
     daemon: DockerDaemon
     python: str

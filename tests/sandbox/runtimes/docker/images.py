@@ -1,4 +1,4 @@
-"""Images for tests, made of this machine's own files: no registry is asked.
+"""Images for tests, made of this machine's own files, without a registry.
 
 * Programs come with the libraries that the loader says they need; one that this machine has not is left out.
 * ``PYTHON`` has a shell, the usual tools and Python; ``SHELL`` no Python; ``BARE`` no shell either.
@@ -24,7 +24,7 @@ PYTHON = (*SHELL, "bash", "python3", "pgrep", "pkill", "ps", "grep", "sed", "tru
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 LEFT_OUT = {"__pycache__", "test", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data"}
-"""Of the standard library; nothing here needs them, and they are most of it."""
+"""Large parts of the standard library that the tests do not need."""
 
 
 def rootfs(programs: Iterable[str]) -> bytes:
@@ -49,7 +49,7 @@ def _entry(name: str, kind: bytes, target: str = "", mode: int = 0o755) -> tarfi
 
 
 def _files(programs: Iterable[str]) -> dict[str, Path]:
-    """By the name inside: programs, their libraries, and Python's standard library where Python is among them."""
+    """The files of an image by their path inside: programs, their libraries, and Python's standard library."""
     found = {
         f"usr/bin/{name}": Path(path)
         for name in programs

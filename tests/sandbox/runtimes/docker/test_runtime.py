@@ -59,7 +59,7 @@ async def containers(host: str) -> list[dict[str, Any]]:
     return found
 
 
-# What isolates --------------------------------------------------------------------------------------------------------
+# Isolation --------------------------------------------------------------------------------------------------------
 
 
 async def test_docker_passes_the_self_test(docker: DockerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_the_filter_equals_that_of_the_other_runtimes_on_every_architecture() ->
     assert caught.value.kind == "no-filter"
 
 
-# Verdicts and limits --------------------------------------------------------------------------------------------------
+# Results and limits --------------------------------------------------------------------------------------------------
 
 
 async def test_a_result_has_the_exit_status_that_the_daemon_reported(code: Code, runtime: DockerRuntime) -> None:
@@ -365,7 +365,7 @@ async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
         gc.collect()  # the SDK leaves the socket of a connection that was refused to the collector
 
 
-# Nothing is left ------------------------------------------------------------------------------------------------------
+# Leftovers ------------------------------------------------------------------------------------------------------
 
 
 async def test_executions_leave_no_container_group_descriptor_or_task(docker: DockerSetup, code: Code) -> None:

@@ -43,7 +43,7 @@ def shell(script: str) -> SandboxCommand:
     return SandboxCommand(arguments=["bash", "-c", script])
 
 
-def said(result: ExecResult) -> str:
+def output_text(result: ExecResult) -> str:
     assert (result.fault, result.stderr.text, result.lost) == ("", "", None)
     return result.stdout.text
 
@@ -61,7 +61,7 @@ async def until_marked(mark: str, *, wait_gone: bool = False) -> None:
 async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     script = f"{daemon(mark)}; cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
-    assert said(await sandbox.run(shell(script), LIMITS)) == "given"
+    assert output_text(await sandbox.run(shell(script), LIMITS)) == "given"
     await until_marked(mark, wait_gone=True)
     given = SandboxCommand(
         arguments=["bash", "-c", "cat; cat y a/b; echo $X; exit 3"], stdin=b"in ", files={"a/b": b"file "}
@@ -76,7 +76,7 @@ async def test_a_command_that_exceeds_its_time_is_ended_inside_and_its_sandbox_g
         result = await sandbox.run(shell(script), Limits(wall_s=1.5))
         assert (result.exit_code, result.lost) == (None, None)
         assert not pids_with_mark(mark)
-    assert said(await sandbox.run(shell("cat given/x.txt"), LIMITS)) == "given"
+    assert output_text(await sandbox.run(shell("cat given/x.txt"), LIMITS)) == "given"
     loud = await sandbox.run(shell("yes"), Limits(output_bytes=1 << 20))
     assert (loud.limit, loud.lost) == ("output", None)
 
@@ -84,22 +84,25 @@ async def test_a_command_that_exceeds_its_time_is_ended_inside_and_its_sandbox_g
 async def test_a_session_keeps_its_state_while_commands_run_beside_it(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     bash, python = await asyncio.gather(sandbox.session("bash"), sandbox.session("python"))
-    assert said(await bash.run(f"cd given; X=5; {daemon(mark)}", LIMITS)) == ""
-    assert said(await python.run("x = 6\nx * 7", LIMITS)) == "42\n"
+    assert output_text(await bash.run(f"cd given; X=5; {daemon(mark)}", LIMITS)) == ""
+    assert output_text(await python.run("x = 6\nx * 7", LIMITS)) == "42\n"
     await until_marked(mark)
     mark_of_command = secrets.token_hex(8)
-    assert said(await sandbox.run(shell(f"{daemon(mark_of_command)}; sleep 0.3; echo beside"), LIMITS)) == "beside\n"
+    assert (
+        output_text(await sandbox.run(shell(f"{daemon(mark_of_command)}; sleep 0.3; echo beside"), LIMITS))
+        == "beside\n"
+    )
     assert not pids_with_mark(mark_of_command)
     slow = await sandbox.run(shell("sleep 300"), Limits(wall_s=0.5))
     assert (slow.limit, slow.lost) == ("time", None)
-    assert said(await bash.run("pwd; echo $X", LIMITS)) == "/scratch/given\n5\n"
+    assert output_text(await bash.run("pwd; echo $X", LIMITS)) == "/scratch/given\n5\n"
     assert pids_with_mark(mark)
     late = await python.run("print('so far', flush=True)\nimport time\ntime.sleep(60)", Limits(wall_s=0.5))
     assert (late.limit, late.stdout.text, late.lost) == ("time", "so far\n", None)
-    assert said(await python.run("x", LIMITS)) == "6\n"
+    assert output_text(await python.run("x", LIMITS)) == "6\n"
     await bash.close()
     assert not pids_with_mark(mark)
-    assert said(await python.run("x + 1", LIMITS)) == "7\n"
+    assert output_text(await python.run("x + 1", LIMITS)) == "7\n"
 
 
 async def test_the_result_of_a_cell_that_ends_its_session_says_lost(sandbox: Sandbox) -> None:
@@ -107,13 +110,13 @@ async def test_the_result_of_a_cell_that_ends_its_session_says_lost(sandbox: San
     result = await session.run("kill -9 -1", LIMITS)
     assert result.lost is not None
     assert result.fault == "program"
-    assert said(await session.run("echo again", LIMITS)) == "again\n"
+    assert output_text(await session.run("echo again", LIMITS)) == "again\n"
 
 
 async def test_files_are_written_and_read_with_the_rights_of_programs(sandbox: Sandbox) -> None:
     await sandbox.write("a/b.bin", bytes(range(256)) * 100)
     assert await sandbox.read("a/b.bin", 25_600) == bytes(range(256)) * 100
-    assert said(await sandbox.run(shell("mkfifo p; ln -s /etc l; wc -c <a/b.bin"), LIMITS)) == "25600\n"
+    assert output_text(await sandbox.run(shell("mkfifo p; ln -s /etc l; wc -c <a/b.bin"), LIMITS)) == "25600\n"
     assert [(info.path, info.kind) for info in await sandbox.list()] == [
         ("a", "folder"),
         ("given", "folder"),
@@ -185,7 +188,7 @@ async def test_an_image_without_python_takes_commands_and_files_and_names_what_i
     runtime = DockerRuntime(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(image=docker.shell, files={"a/b": b"content"}), 60.0)
     result = await sandbox.run(SandboxCommand(arguments=["cat", "a/b", "c"], files={"c": b"more"}), LIMITS)
-    assert said(result) == "contentmore"
+    assert output_text(result) == "contentmore"
     mark = secrets.token_hex(8)
     await sandbox.run(
         SandboxCommand(arguments=["sh", "-c", f"setsid sh -c ': {mark}; sleep 300; :' & sleep 0.2"]), LIMITS
@@ -218,7 +221,7 @@ async def test_a_background_process_does_not_delay_a_command(runtime: DockerRunt
         assert (cell.exit_code in (0, 1), cell.limit, cell.lost) == (True, None, None), script
         assert cell.stdout.text.replace("y\n", "") == expected
     await session.close()
-    assert said(await sandbox.run(shell(f"grep -sla {mark} /proc/[0-9]*/environ; true"), LIMITS)) == ""
+    assert output_text(await sandbox.run(shell(f"grep -sla {mark} /proc/[0-9]*/environ; true"), LIMITS)) == ""
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
@@ -253,7 +256,7 @@ async def test_a_closed_runtime_leaves_nothing(docker: DockerSetup) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waits
     assert time.monotonic() - began < 10
-    assert said(await sandbox.run(SandboxCommand(arguments=["echo", "ok"]), LIMITS)) == "ok\n"
+    assert output_text(await sandbox.run(SandboxCommand(arguments=["echo", "ok"]), LIMITS)) == "ok\n"
     await runtime.close()
     assert await containers(docker.daemon.host) == []
     assert docker.daemon.groups() == []

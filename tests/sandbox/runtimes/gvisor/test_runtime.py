@@ -227,7 +227,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# Sandboxes that live on -----------------------------------------------------------------------------------------------
+# Persistent sandboxes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_change
     assert caught.value.kind == "bad-image"
     image = tmp_path / "image"
     with tarfile.open(fileobj=io.BytesIO(rootfs(["bash", "python3", "cat", "rm"]))) as tar:
-        tar.extraction_filter = lambda member, path: member  # as it is: it is our own
+        tar.extraction_filter = lambda member, path: member  # unchanged, because it is trusted
         tar.extractall(image)
     (image / "etc" / "motd").write_text("of the image\n")
     sandbox = await gvisor.open(Template(image=str(image), files={"given": b"given\n"}), 60.0)

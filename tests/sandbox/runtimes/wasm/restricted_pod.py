@@ -1,4 +1,4 @@
-"""Runs a command with what a container has under Kubernetes' restricted profile, and no more.
+"""Runs a command with the rights of a container under Kubernetes' restricted profile.
 
 * An ordinary user, no capability, ``no_new_privs``.
 * The runtime's default filter of system calls: nothing that makes or enters a namespace, nothing that mounts.
@@ -28,7 +28,7 @@ from headrace_sandbox.guest.isolation import (
 from headrace_sandbox.host import seccomp
 
 ALLOWED = {"ptrace", "process_vm_readv", "process_vm_writev", "personality", "name_to_handle_at", "adjtimex"}
-"""Of what Headrace's own filter refuses: what the default one of container runtimes allows."""
+"""System calls that Headrace's filter refuses and the default filter of container runtimes allows."""
 
 MASKED = (
     "/proc/acpi",
@@ -53,7 +53,7 @@ def mount(source: str, target: str, kind: str | None = None, flags: int = 0, opt
 
 
 def make_container() -> None:
-    """Mounts and processes of its own; goes on in the first of those processes."""
+    """Make mount and process namespaces; returns in their first process."""
     check_call(libc.unshare(CLONE_NEWNS | CLONE_NEWPID), "unshare")
     make_mounts_private()
     child = os.fork()
@@ -73,7 +73,7 @@ def make_container() -> None:
 
 
 def open_ways(paths: list[str]) -> None:
-    """Let everybody reach these folders, as an image has them; others beside them in root's own folders are hidden."""
+    """Let all users reach these folders, as in an image; the other content of root's folders is hidden."""
     kept = {path: os.open(path, os.O_PATH) for path in sorted(paths, key=len)}
     closed = {path: _closed_above(path) for path in kept}
     for folder in {folder for folder in closed.values() if folder}:

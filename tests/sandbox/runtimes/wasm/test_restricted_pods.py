@@ -1,4 +1,4 @@
-"""Under Kubernetes' restricted profile: doctor says so, wasm works with its limits, and nothing runs unprotected."""
+"""Under Kubernetes' restricted profile: doctor reports it, wasm works with its limits, and nothing runs unprotected."""
 
 from __future__ import annotations
 
@@ -97,38 +97,38 @@ def test_the_tests_pod_has_the_restrictions_of_the_profile(pod: Pod) -> None:
     assert (found["user"], found["capabilities"]) == (USER, "0" * 32)
     assert (found["no_new_privs"], found["filter"]) == ("1", "2")
     assert {*found["namespaces"], found["clone"], found["mount"]} == {"EPERM"}
-    if os.geteuid() == 0:  # an ordinary user cannot make the rest of it
+    if os.geteuid() == 0:  # an ordinary user cannot make its other parts
         assert (found["kcore"], found["sys"]) == (0, True)
         assert found["processes"] < 5
 
 
 def test_doctor_names_the_remedy_and_wasm_as_the_best_runtime(pod: Pod) -> None:
-    ended = pod.headrace("doctor", "--json")
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    rows = {row["name"]: row for row in told["runtimes"]}
+    outcome = pod.headrace("doctor", "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    reports = json.loads(outcome.stdout)
+    rows = {row["name"]: row for row in reports["runtimes"]}
     assert rows["bubblewrap"]["verdict"] == "fail"
     assert "bubblewrap could not make a sandbox" in rows["bubblewrap"]["found"]
     assert "Kubernetes' restricted profile" in rows["bubblewrap"]["hint"]
     assert {name for name, row in rows.items() if row["verdict"] == "ok"} == {"wasm"}
     assert {"memory_bytes", "pids", "disk_bytes", "wall_s"} <= set(rows["wasm"]["active"])
-    assert (told["default"], told["best"]) == ("bubblewrap", "wasm")
-    assert {row["name"]: row["verdict"] for row in told["machine"]} == {"control groups": "warn", "users": "warn"}
+    assert (reports["default"], reports["best"]) == ("bubblewrap", "wasm")
+    assert {row["name"]: row["verdict"] for row in reports["machine"]} == {"control groups": "warn", "users": "warn"}
 
 
 def test_the_default_runtime_is_refused(pod: Pod) -> None:
     ran = pod.folder / "ran"
-    ended = pod.headrace("run", "--", "touch", str(ran))
-    assert (ended.returncode, ended.stdout) == (70, "")
-    assert "The runtime bubblewrap failed its self-test" in ended.stderr
+    outcome = pod.headrace("run", "--", "touch", str(ran))
+    assert (outcome.returncode, outcome.stdout) == (70, "")
+    assert "The runtime bubblewrap failed its self-test" in outcome.stderr
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", [name for name in runtime_names() if name not in ("bubblewrap", "wasm")])
 def test_a_runtime_that_cannot_isolate_there_is_refused(pod: Pod, name: str) -> None:
     ran = pod.folder / "ran"
-    ended = pod.headrace("run", "--runtime", name, "--", "touch", str(ran))
-    assert (ended.returncode, ended.stdout) == (70, "")
+    outcome = pod.headrace("run", "--runtime", name, "--", "touch", str(ran))
+    assert (outcome.returncode, outcome.stdout) == (70, "")
     assert not ran.exists()
 
 
@@ -152,10 +152,10 @@ except MemoryError:
 for n in range(40):
     open(f'{{n}}', 'wb').write(bytes(1 << 20))
 """
-    ended = run(code)
-    assert ended.returncode == 124
-    assert "secret" not in ended.stdout
-    assert ended.stdout.endswith("Error\nno memory\n")
-    assert ended.stderr.endswith("No space left on device\nEnded by its limit of disk.\n")
+    outcome = run(code)
+    assert outcome.returncode == 124
+    assert "secret" not in outcome.stdout
+    assert outcome.stdout.endswith("Error\nno memory\n")
+    assert outcome.stderr.endswith("No space left on device\nEnded by its limit of disk.\n")
     assert run("while True: pass", "--time-s", "0.5").returncode == 124
     assert list((pod.folder / "state/made").iterdir()) == []

@@ -128,7 +128,7 @@ def test_a_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch:
     assert (caught.value.kind, caught.value.hint) == ("runtime-missing", "pip install 'headrace[wasm]'")
 
 
-# What a program does not have ----------------------------------------------------------------------------------
+# Isolation ----------------------------------------------------------------------------------
 
 
 async def test_a_program_has_no_processes_threads_sockets_or_variables_of_ours(
@@ -214,7 +214,7 @@ async def test_the_process_of_a_program_has_no_privileges(wasm: WasmRuntime, tem
     assert (set(status["Uid"].split()) == {str(os.geteuid())}) is (os.geteuid() != 0)
 
 
-# What bounds it -------------------------------------------------------------------------------------------------
+# Limits -------------------------------------------------------------------------------------------------
 
 
 async def test_memory_is_bounded(wasm: WasmRuntime) -> None:
@@ -325,7 +325,7 @@ async def test_time_and_output_are_bounded(wasm: WasmRuntime) -> None:
     assert len(result.stdout.head + result.stdout.tail) == 1000
 
 
-# How its end is told --------------------------------------------------------------------------------------------
+# Reports --------------------------------------------------------------------------------------------
 
 
 async def test_a_result_reports_the_programs_end(wasm: WasmRuntime) -> None:
