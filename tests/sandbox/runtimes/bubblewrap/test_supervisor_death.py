@@ -67,8 +67,8 @@ def test_a_program_whose_supervisor_dies_before_its_start_never_starts(public_fo
         made = 0
         while made < PROGRAMS:
             made += reports.readline().count(b"child-pid")
-    holders = [os.pidfd_open(pid) for pid in holders_for(supervisor)]
-    assert wait_for_exits(holders, timeout_s=0.5) == len(holders) > 0  # they still wait for the supervisor
-    assert not pids_of(mark)
-    reap()
-    assert not holders_for(supervisor)
+        holders = [os.pidfd_open(pid) for pid in holders_for(supervisor)]
+        assert wait_for_exits(holders, timeout_s=1.0) == len(holders) > 0  # they still wait for the supervisor
+        assert not pids_of(mark)
+        reap()
+        assert not holders_for(supervisor)
