@@ -240,7 +240,7 @@ async def test_the_expected_output_never_enters_a_sandbox() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "same"),
+    ("actual", "expected", "same"),
     [
         (1, 1, True),
         (1, 1.0, True),
