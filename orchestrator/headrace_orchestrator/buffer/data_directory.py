@@ -33,7 +33,7 @@ ENDED_OWNER_WAIT_S = 10.0
 
 
 class Ownership(NamedTuple):
-    """The epoch of a data directory when it was claimed. Any process can check whether it still holds."""
+    """The epoch of a data directory when it was claimed. Any process can check whether it is still valid."""
 
     path: str
     epoch: int
@@ -96,19 +96,24 @@ class DataDirectory:
         return cls(path, epoch, lock)
 
     def write_address(self, url: str) -> None:
-        """Write the address that this owner listens at to the file ``address``."""
+        """Write the address that this owner listens on to the file ``address``."""
         replace_file(self.path / "address", url.encode() + b"\n")
-
-    def require_owned(self) -> None:
-        """Like ``Ownership.require``."""
-        self.ownership.require()
 
     def close(self) -> None:
         """Release the directory."""
         with suppress(DataDirectoryInUse, OSError):  # the address of another owner stays
-            self.require_owned()
+            self.ownership.require()
             (self.path / "address").unlink(missing_ok=True)
         os.close(self.lock)
+
+
+def require_log(path: Path) -> None:
+    """Raise SetupError if this is not a data directory."""
+    if not (path / "log").is_dir():
+        raise SetupError(
+            f"{path} is not a data directory: it has no folder named log.",
+            hint="Give the directory that the orchestrator was started with (--data).",
+        )
 
 
 @contextmanager
@@ -139,8 +144,8 @@ def is_owned(path: Path) -> bool:
 
 def _file_identity(file: Path) -> tuple[int, int]:
     """Inode and modification time: they differ if the file was replaced."""
-    found = os.stat(file)
-    return found.st_ino, found.st_mtime_ns
+    status = os.stat(file)
+    return status.st_ino, status.st_mtime_ns
 
 
 def _acquire(lock: int, path: Path) -> None:
@@ -158,14 +163,14 @@ def _acquire(lock: int, path: Path) -> None:
         time.sleep(LOCK_RETRY_S)
     if has_ended:
         raise DataDirectoryInUse(
-            f"The data directory {path} is still held, though its last orchestrator, process {pid}, has ended.",
-            hint="Its log writer may still be writing to the disk, or a command such as fsck works here. Wait for it, "
-            "then start again.",
+            f"The data directory {path} is still locked, though its last orchestrator, process {pid}, has ended.",
+            hint="Its log writer may still be writing to the disk, or a command such as fsck may be running on it. "
+            "Wait for it, then start again.",
             pid=pid,
         )
     raise DataDirectoryInUse(
         f"The data directory {path} belongs to a running orchestrator, process {pid or 'unknown'}.",
-        hint="Stop that one first, or use another data directory.",
+        hint="Stop that orchestrator first, or use another data directory.",
         pid=pid,
     )
 
@@ -200,12 +205,12 @@ def _next_epoch(path: Path, owner: dict[str, int]) -> int:
         if not last and any((path / "log").glob("*.log")):
             raise SetupError(
                 f"The file {file} is missing, and the log beside it is not empty.",
-                hint="Write into it a number above every epoch seen so far.",
+                hint="Write a number into it that is above every earlier epoch.",
             ) from error
     except ValueError as error:
         raise SetupError(
-            f"The file {file} is damaged: it does not hold a number.",
-            hint="Write into it a number above every epoch seen so far.",
+            f"The file {file} is damaged: its content is not a number.",
+            hint="Write a number into it that is above every earlier epoch.",
         ) from error
     last = max(last, owner.get("epoch", 0))
     replace_file(file, b"%d\n" % (last + 1))

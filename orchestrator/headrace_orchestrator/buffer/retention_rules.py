@@ -2,7 +2,7 @@
 
 * Nothing is deleted unless a rule allows it; each rule counts alone.
 * A file that holds a record in use, or that a start needs, stays; and so do all files behind it.
-* Files are small in comparison with the data that is kept, so that little is kept longer than the rules ask for.
+* Files are small in comparison with the data that is kept, so that little is kept longer than the rules require.
 * By age: a file goes when its newest record is too old. By count and by bytes: when the rest still reaches the number.
 """
 
@@ -14,15 +14,15 @@ from itertools import takewhile
 from typing import NamedTuple
 
 FILES_KEPT = 4
-"""The least number of files that hold the data to be kept: then at most a quarter more than that is stored."""
+"""Minimum number of files that hold the kept data, so that at most a quarter more than that is stored."""
 
 MIN_FILE_BYTES = 1 << 20
-"""The least size of a file, however little is kept: each file has a head."""
+"""Minimum size of a file, even if little data is kept: each file has a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionRules:
-    """The data that is kept at least; None: this rule deletes nothing."""
+    """The minimum of data to keep. A rule that is None deletes nothing."""
 
     age_s: float | None = None
     """Age in seconds up to which records are kept."""
@@ -38,7 +38,7 @@ class RetentionRules:
 
     def file_bytes(self, most: int, max_disk_bytes: int | None = None) -> int:
         """Bytes at which a file is sealed, at most ``most``: files are deleted whole, and little data should outlive
-        the rules. Below the bound of the disk more than the current file must fit, because that cannot be deleted."""
+        the rules. Within the limit of the disk more than the current file must fit, because that is never deleted."""
         small = [size for size in (self.size_bytes, max_disk_bytes if self.deletes else None) if size is not None]
         return min(most, max(MIN_FILE_BYTES, min(small) // FILES_KEPT)) if small else most
 

@@ -70,7 +70,7 @@ StartLogWriter = Callable[[DataDirectory], LogWriter]
 
 def start_log_writer_thread(directory: DataDirectory) -> LogWriter:
     """A log writer in a thread of this process, for a service that shares its process with other code."""
-    return LogWriterThread(directory.path / "log", directory.require_owned)
+    return LogWriterThread(directory.path / "log", directory.ownership.require)
 
 
 class RunningService(NamedTuple):
@@ -152,7 +152,7 @@ class Lifecycle:
             self._directory.path / "log",
             file_bytes=settings.retention.file_bytes(settings.log_file_bytes, settings.max_disk_bytes),
             epoch=self.epoch,
-            require_owned=self._directory.require_owned,
+            require_owned=self._directory.ownership.require,
             on_sync=self._on_sync,
             on_failure=self._on_disk_failure,
             on_recovery=self._on_disk_recovery,
@@ -276,7 +276,7 @@ class Lifecycle:
     def phase(self) -> ServicePhase:
         """The current phase."""
         if self._log is not None and self._running is None:
-            done, total = self._log.scanned_bytes, self._log.found_bytes
+            done, total = self._log.scanned_bytes, self._log.bytes_to_scan
             passed_s = self._clock() - self._reading_since
             return ServicePhase(self._phase, done, total, passed_s / done * (total - done) if done else None)
         return ServicePhase(self._phase, failure=self._failure, remedy=self._remedy if self._failure else "")

@@ -1,6 +1,6 @@
 """Stored assets: files below ``<data directory>/assets`` that can be read without a service.
 
-* An asset is stored as ``ab/abcdef...``, by its name and the first two letters of it.
+* An asset is stored as ``ab/abcdef...``: its name, in a folder named by the first two letters.
 * An asset is read only if its bytes match its name.
 """
 

@@ -1,4 +1,4 @@
-"""The catalog of a log, built in one pass for ``headrace.open``: places of trajectories, states of batches and runs.
+"""The catalog of a log, built in one pass for ``headrace.open``: places of records, states of batches and runs.
 
 * The first record of a trajectory counts, and the last event of a batch.
 * Events are read by the name of their type, because this package does not import the scheduler.

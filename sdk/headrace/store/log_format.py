@@ -214,27 +214,27 @@ def frame_bytes(kind: FrameType, length: int) -> int:
 
 def parse_head(payload: bytes) -> FileHead:
     """Decode a file's head. Raises UnknownLogFormat, or msgspec.MsgspecError if it is invalid."""
-    found = _format_decoder.decode(payload).format
-    if found != FORMAT:
+    number = _format_decoder.decode(payload).format
+    if number != FORMAT:
         raise UnknownLogFormat(
-            f"The log has format {found}; this version of Headrace reads format {FORMAT}.",
+            f"The log has format {number}; this version of Headrace reads format {FORMAT}.",
             hint="Use the version of Headrace that wrote it.",
-            format=found,
+            format=number,
         )
     return _head_decoder.decode(payload)
 
 
 def parse_footer(payload: bytes) -> Footer:
-    """A file's footer. Raises msgspec.MsgspecError if it is none."""
+    """Decode a file's footer. Raises msgspec.MsgspecError if it is invalid."""
     return _footer_decoder.decode(payload)
 
 
 def read_head(stream: BinaryIO) -> FileHead | None:
-    """The head of a file, or None where it is damaged or missing. Raises UnknownLogFormat."""
-    found = next(scan(stream), None)
-    if not isinstance(found, Frame) or found.type is not FrameType.FILE_HEAD or found.offset:
+    """Read the head of a file; None if it is damaged or missing. Raises UnknownLogFormat."""
+    first = next(scan(stream), None)
+    if not isinstance(first, Frame) or first.type is not FrameType.FILE_HEAD or first.offset:
         return None
-    return parse_head(found.payload)
+    return parse_head(first.payload)
 
 
 def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Frame | Damage]:
@@ -248,10 +248,10 @@ def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterato
     while offset < end:
         header = _header_at(stream, offset)
         if header is None or header.copy:
-            found = _resynchronize(stream, offset, end)
+            items = _resynchronize(stream, offset, end)
         else:
-            found = [_frame_at(stream, offset, header, end)]
-        for item in found:
+            items = [_frame_at(stream, offset, header, end)]
+        for item in items:
             yield item
             offset = item.offset + item.size
 

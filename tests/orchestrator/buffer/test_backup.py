@@ -121,7 +121,7 @@ async def test_an_append_that_was_under_way_is_not_in_the_backup(data_dir: Path,
     assert (entry.size_bytes, entry.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
 
 
-async def test_damage_in_a_backup_is_refused_or_restored_if_asked_for(data_dir: Path, tmp_path: Path):
+async def test_damage_in_a_backup_is_refused_or_restored_as_it_is_on_request(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)

@@ -114,15 +114,15 @@ def test_a_process_that_outlives_its_owner_keeps_the_directory(
 
 def test_an_owner_whose_lock_was_lost_to_another_process_notices_it_by_the_epoch(data_dir: Path):
     old = DataDirectory.claim(data_dir)
-    old.require_owned()
+    old.ownership.require()
     (data_dir / "owner").unlink()
     new = DataDirectory.claim(data_dir)
     new.write_address("http://127.0.0.1:1")
     with pytest.raises(DataDirectoryInUse, match="of epoch 2; this one is of epoch 1"):
-        old.require_owned()
+        old.ownership.require()
     old.close()
     assert (data_dir / "address").exists()
-    new.require_owned()
+    new.ownership.require()
     new.close()
 
 

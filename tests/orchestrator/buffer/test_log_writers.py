@@ -185,7 +185,7 @@ async def test_a_deleted_or_renamed_file_is_reported_and_the_log_continues_in_a_
         file = path_of(log_dir, 1)
         file.unlink() if away == "deleted" else file.rename(log_dir.parent / "elsewhere")
         log.append(FrameType.CONTROL, b"two")
-        with pytest.raises(StoreError, match=r"00000001\.log, which is written, was deleted or renamed"):
+        with pytest.raises(StoreError, match=r"its current file 00000001\.log was deleted or renamed"):
             await log.synced()
         assert log.needs_state
         log.retry()

@@ -39,7 +39,7 @@ async def test_it_ends_with_the_orchestrator_and_nobody_can_take_the_directory_b
             service.kill()
             with pytest.raises(aiohttp.ClientError):
                 await stored
-            with pytest.raises(DataDirectoryInUse, match="still held, though its last orchestrator, process"):
+            with pytest.raises(DataDirectoryInUse, match="still locked, though its last orchestrator, process"):
                 DataDirectory.claim(data_dir)
             writer.send(signal.SIGCONT)
             writer.wait()

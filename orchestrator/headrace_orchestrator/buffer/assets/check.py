@@ -1,4 +1,4 @@
-"""Checking all assets of a data directory, which may run beside a service."""
+"""A check of all assets of a data directory, which may run beside a service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_assets(
 ) -> AssetReport:
     """Verify all assets against their names, and against the references of stored records. Blocking; writes nothing.
     ``on_progress`` is called with the bytes of each asset."""
-    found: set[str] = set()
+    stored: set[str] = set()
     damaged: dict[str, str] = {}
     size_bytes = 0
     for subfolder in subfolders(folder):
@@ -44,15 +44,15 @@ def check_assets(
             except CorruptAsset as error:
                 damaged[name] = error.detail
                 size = size_of(asset_path(folder, name))
-            found.add(name)
+            stored.add(name)
             size_bytes += size
             on_progress(size)
     return AssetReport(
-        assets=len(found),
+        assets=len(stored),
         size_bytes=size_bytes,
         damaged=damaged,
-        missing=sorted(referenced - found),
-        unreferenced=sorted(found - referenced),
+        missing=sorted(referenced - stored),
+        unreferenced=sorted(stored - referenced),
     )
 
 

@@ -215,25 +215,25 @@ class AssetStore:
             return await asyncio.to_thread(read_asset, self.folder, name)
         except CorruptAsset as error:
             log.error("asset damaged", asset=name, problem=error.detail)
-            self._damaged.add(name)  # the next worker that has it is asked to send it again
+            self._damaged.add(name)  # the next worker that has it must send it again
             raise
 
     async def read_many(self, names: Sequence[str], max_bytes: int) -> list[bytes | HeadraceError]:
         """The first of these assets, at least one and more while they fit into ``max_bytes``; an error in place of an
         asset that is missing or damaged."""
-        found: list[bytes | HeadraceError] = []
+        results: list[bytes | HeadraceError] = []
         size_bytes = 0
         for name in names:
             try:
                 data = await self.read(name)
             except (UnknownAsset, CorruptAsset) as error:
-                found.append(error)
+                results.append(error)
                 continue
             size_bytes += len(data)
-            if found and size_bytes > max_bytes:
+            if results and size_bytes > max_bytes:
                 break
-            found.append(data)
-        return found
+            results.append(data)
+        return results
 
     async def close(self) -> None:
         """Write the queue, and end the threads."""
@@ -246,5 +246,5 @@ class AssetStore:
 def _store_error(error: OSError) -> StoreError:
     return StoreError(
         f"An asset cannot be stored: {error.strerror or error}.",
-        hint="Free disk space or fix the cause; the sender tries again by itself.",
+        hint="Free disk space or fix the cause; the sender tries again.",
     )

@@ -1,1 +1,1 @@
-"""Backups of a data directory, and putting one back."""
+"""Backup and restore of a data directory."""

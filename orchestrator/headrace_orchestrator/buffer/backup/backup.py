@@ -1,6 +1,6 @@
 """Backups: copies of a data directory, taken while its service runs.
 
-* A backup is a cut: everything that was acknowledged before it began, and a prefix of what the log says after that.
+* A backup is a cut: everything that was acknowledged before it began, and a prefix of the log after that.
 * Only new data is copied: a file of the log never changes once a later one exists.
 * An interrupted backup leaves the previous one as it was. A backup of another log is not overwritten, and a data
   directory never.
@@ -36,7 +36,7 @@ from headrace_orchestrator.buffer.backup.file_copy import (
     digest_of,
     store_errors,
 )
-from headrace_orchestrator.buffer.data_directory import BACKUP_MANIFEST, last_epoch
+from headrace_orchestrator.buffer.data_directory import BACKUP_MANIFEST, last_epoch, require_log
 from headrace_orchestrator.buffer.durable_files import replace_file, sync_directory
 from headrace_orchestrator.buffer.progress import OnProgress
 
@@ -87,13 +87,9 @@ def back_up(
 ) -> BackupReport:
     """Copy the new data of the data directory into ``destination``, made if missing. Blocking. Raises SetupError,
     InvalidRequest, StoreError or CorruptRecord; then the previous backup is still intact."""
-    if not (data / "log").is_dir():
-        raise SetupError(
-            f"{data} is not a data directory: it has no folder named log.",
-            hint="Give the directory that the orchestrator was started with (--data).",
-        )
+    require_log(data)
     if destination.resolve().is_relative_to(data.resolve()):
-        raise InvalidRequest(f"{destination} is in {data} itself.", hint="Name a folder elsewhere, on another disk.")
+        raise InvalidRequest(f"{destination} is inside {data}.", hint="Name a folder elsewhere, on another disk.")
     with store_errors(destination), _exclusive(destination):
         if last_epoch(destination):
             raise InvalidRequest(
@@ -186,23 +182,23 @@ class _BackupRun:
         if not self._files[0].exists():
             raise LogFileDeleted
         raise InvalidRequest(
-            f"{self._destination} has what {self._data} lost: {', '.join(sorted(missing))} is missing in the log "
-            "there, or is another file now.",
-            hint="Keep that backup, for it may be the only copy: `headrace restore` puts it back. Name another folder "
-            "to copy what is still there.",
+            f"{self._destination} has data that {self._data} lost: {', '.join(sorted(missing))} is missing from its "
+            "log, or was replaced by another file.",
+            hint="Keep that backup, for it may be the only copy: `headrace restore` restores it. Name another folder "
+            "to copy the remaining data.",
         )
 
     def _copy_file(self, file: Path, *, last: bool) -> CopiedFile:
         target = self._destination / "log" / file.name
-        known = self._previous.get(file.name)
+        previous = self._previous.get(file.name)
         size = _size(file)
-        if not last and known is not None and known.size_bytes == size and _same_file(file, target):
+        if not last and previous is not None and previous.size_bytes == size and _same_file(file, target):
             self._progress.add(size)
-            return known
-        if known is not None and known.name in self._sealed and _is_intact(target, known):
-            self._kept_files.append(known.name)
+            return previous
+        if previous is not None and previous.name in self._sealed and _is_intact(target, previous):
+            self._kept_files.append(previous.name)
             self._progress.add(size)
-            return known
+            return previous
         if last:
             size = _durable_size(file)
         digest = copy(file, target, size, self._progress)
@@ -257,9 +253,9 @@ def _same_file(one: Path, other: Path) -> bool:
     return other.exists() and _probe(one) == _probe(other)
 
 
-def _is_intact(copied: Path, known: CopiedFile) -> bool:
+def _is_intact(path: Path, copied: CopiedFile) -> bool:
     """True if a file in the backup still has the digest that it was copied with."""
-    return copied.exists() and digest_of(copied, known.size_bytes) == known.sha256
+    return path.exists() and digest_of(path, copied.size_bytes) == copied.sha256
 
 
 def _continues(file: Path, copied: Path) -> bool:

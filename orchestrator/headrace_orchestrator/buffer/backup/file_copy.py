@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.assets import is_asset_name
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store.asset_files import FOLDER, asset_path
 from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.progress import OnProgress
 
 _CHUNK_BYTES = 4 << 20
-_ASSET_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class LogFileDeleted(Exception):
@@ -41,34 +40,35 @@ class CopyProgress:
 
 
 def copy(source: Path, target: Path, size: int, progress: CopyProgress) -> str:
-    """Copy the first ``size`` bytes of a file, durably; returns their SHA-256, which the copy on disk was verified
+    """Copy the first ``size`` bytes of a file, durably; returns the SHA-256 that the copy on disk was verified
     against. Raises LogFileDeleted, FileNotFoundError for other missing files, CorruptRecord, OSError."""
     partial = target.with_name(target.name + ".partial")
     digest = hashlib.sha256()
     try:
-        reading = source.open("rb")
+        reader = source.open("rb")
     except FileNotFoundError:
         if source.suffix == ".log":
             raise LogFileDeleted from None
         raise
-    with reading, partial.open("wb") as writing:
+    with reader, partial.open("wb") as writer:
         left = size
         while left:
-            chunk = reading.read(min(_CHUNK_BYTES, left))
+            chunk = reader.read(min(_CHUNK_BYTES, left))
             if not chunk:
                 raise CorruptRecord(
-                    f"{source} is {left} bytes shorter than it should be.", hint="`headrace fsck` names what is lost."
+                    f"{source} is {left} bytes shorter than it should be.",
+                    hint="`headrace fsck` lists the lost records.",
                 )
             digest.update(chunk)
-            writing.write(chunk)
+            writer.write(chunk)
             left -= len(chunk)
             progress.add(len(chunk))
-        writing.flush()
-        os.fsync(writing.fileno())
-        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the check must read the disk
+        writer.flush()
+        os.fsync(writer.fileno())
+        os.posix_fadvise(writer.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the check must read the disk
     if digest_of(partial, size) != digest.hexdigest():
         raise CorruptRecord(
-            f"{partial} does not read back as it was written.", hint="The disk that it is on is failing; use another."
+            f"{partial} does not read back as it was written.", hint="Its disk is failing; use another one."
         )
     partial.replace(target)
     sync_directory(target.parent)
@@ -87,7 +87,7 @@ def copy_asset(asset: Path, directory: Path, progress: CopyProgress) -> bool:
 def assets_in(directory: Path) -> Iterator[Path]:
     """The files of all assets."""
     for asset in sorted((directory / FOLDER).glob("??/*")):
-        if _ASSET_NAME.fullmatch(asset.name):
+        if is_asset_name(asset.name):
             yield asset
 
 
@@ -109,5 +109,5 @@ def store_errors(destination: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{error.filename or destination}: {error.strerror}.",
-            hint="Fix that and run it again; what was stored there before is intact.",
+            hint="Fix the cause and run the command again; data that was stored there before is intact.",
         ) from error

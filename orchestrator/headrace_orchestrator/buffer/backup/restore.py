@@ -3,7 +3,7 @@
 * Every file is compared with the digest that it was copied with.
 * The restored directory begins an epoch above every one that the old directory had, so that leases and
   answers of the old service are refused.
-* Damage in a backup is refused, or restored as it is if asked for: then it costs the damaged records only.
+* Damage in a backup is refused, or restored as it is on request: then only the damaged records are lost.
 * A directory in which a restore failed is left empty.
 """
 
@@ -33,7 +33,7 @@ _IN_NEW_VOLUMES = "lost+found"
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a restore. ``damaged``: damaged files, which were restored all the same."""
+    """The result of a restore. ``damaged``: damaged files, which were restored anyway."""
 
     epoch: int
     files: int
@@ -76,7 +76,7 @@ def _accept_damage(path: Path, despite_damage: bool) -> str:
     if not despite_damage:
         raise CorruptRecord(
             f"{path} is damaged: its digest is not the one that it was copied with.",
-            hint="`headrace fsck` of the backup names what is lost; --despite-damage restores it all the same.",
+            hint="`headrace fsck` of the backup lists the lost records; --despite-damage restores it anyway.",
             file=path.name,
         )
     return path.name

@@ -1,9 +1,9 @@
-"""The part of the log writer that touches the disk: appends frames to the newest file and makes them durable.
+"""The disk side of the log writer: appends frames to the newest file and makes them durable.
 
 * Frames that are reported as written are on disk, and so is the name of their file.
 * In a long append the disk stores one piece while the next is packed and copied.
 * A file on which a write or a sync failed is cut back to its durable part, and never written again.
-* A file that holds nothing durable may be made anew; a file with a footer is never touched again.
+* A file that holds nothing durable may be created again; a file with a footer is never touched again.
 * Frames in a file that was deleted or renamed meanwhile are not reported as written.
 * Once another process owns the directory, nothing is written and nothing is reported as written.
 """
@@ -124,11 +124,11 @@ class LogFileWriter:
     def _append(self, frames: Iterable[PendingFrame]) -> int:
         """Write and sync frames of one file; returns their number."""
         end, count = self.durable_bytes, 0
-        for buffers, frames_held in self._pieces(frames):
+        for buffers, frame_count in self._pieces(frames):
             written = _write_all(self._descriptor, buffers)
             if written >= PIECE_BYTES:
                 begin_writeback(self._descriptor, end, written)
-            end, count = end + written, count + frames_held
+            end, count = end + written, count + frame_count
         sync(self._descriptor)
         self._require_file()
         self._require_owned()  # a new owner does not read what is appended after its start
@@ -170,7 +170,7 @@ class LogFileWriter:
         except FileNotFoundError:
             exists = False
         if not exists:
-            raise LogFileMissing(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
+            raise LogFileMissing(errno.ENOENT, f"its current file {path.name} was deleted or renamed")
 
     def _abandon_file(self) -> None:
         """Cut the file back to its durable part and close it: after a failed sync the kernel may show data that is not

@@ -43,7 +43,7 @@ class LogFiles(Protocol):
         """Delete a file; returns its bytes. Raises OSError."""
 
     def release_memory(self, number: int) -> None:
-        """Drop a sealed file that nobody is expected to read from the caches in memory."""
+        """Drop a sealed file from the caches in memory: no read of it is expected."""
 
     def forget(self, number: int) -> None:
         """Drop all state of a file whose number is reused."""
@@ -61,12 +61,12 @@ class LocalLogFiles:
 
     def sizes(self) -> dict[int, tuple[int, float]]:
         """Size in bytes of each file, and when it was last written (Unix time in seconds)."""
-        found: dict[int, tuple[int, float]] = {}
+        sizes: dict[int, tuple[int, float]] = {}
         for number in log_files.numbers_in(self._directory):
             with contextlib.suppress(FileNotFoundError):  # a failed write deletes the file that it made
                 status = path_of(self._directory, number).stat()
-                found[number] = (status.st_size, status.st_mtime)
-        return found
+                sizes[number] = (status.st_size, status.st_mtime)
+        return sizes
 
     def read(self, number: int, offset: int, length: int) -> bytes:
         """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset, StoreError

@@ -62,7 +62,7 @@ class LocatedFrame(NamedTuple):
 
 
 class LostRange(NamedTuple):
-    """Damage that was found in the log: offset and length in a file."""
+    """Damage in the log: offset and length in a file."""
 
     file: str
     offset: int
@@ -102,7 +102,7 @@ class _CurrentFile:
         return frame
 
     def add_read(self, item: Frame | Damage) -> None:
-        """Take over an item that was read in it, in order."""
+        """Count an item that was read in it, in order."""
         if isinstance(item, Frame):
             header = log_format.header_of(item)
             self.footer.add(item.type, item.offset, header)
@@ -143,7 +143,7 @@ class Log:
         self.stopped = False
         """True if only a restart helps."""
         self.needs_state = False
-        """True if stored frames were taken away, so that only a new control state has all that was decided."""
+        """True if stored frames were deleted, so that only a new control state covers all decisions."""
         self.files: LogFiles = LocalLogFiles(directory)
         """The stored frames, by files."""
         self._directory = directory
@@ -171,15 +171,15 @@ class Log:
         self._numbers = log_files.numbers_in(directory)
         self._scanned_last: _CurrentFile | None = None
         self.id = ""
-        """Made once and kept in every file: tells this log's files from those of another log."""
+        """Created once and stored in every file: tells this log's files from those of another log."""
         self.state: bytes | None = None
-        """The newest intact control state. Everything from ``base`` on comes on top of it."""
+        """The newest intact control state. All events from ``base`` on follow it."""
         self.base = 0
         """Position of the file that opens with it."""
         self._find_state(self._numbers)
         self.id = self.id or new_id()
         to_read = [number for number in self._numbers if number >= file_at(self.base)]
-        self.scanned_bytes, self.found_bytes = 0, sum(self._size(number) for number in to_read)
+        self.scanned_bytes, self.bytes_to_scan = 0, sum(self._size(number) for number in to_read)
 
     def _size(self, number: int) -> int:
         return path_of(self._directory, number).stat().st_size
@@ -208,19 +208,19 @@ class Log:
             )
 
     @property
-    def found_end(self) -> int:
-        """Position behind everything that was found in the directory."""
+    def initial_end(self) -> int:
+        """Position behind all data in the directory when the log was opened."""
         return Location(self._numbers[-1], self._size(self._numbers[-1]), 0).position if self._numbers else 0
 
     def scan(self, since: int = 0) -> Iterator[LocatedFrame | LostRange]:
         """Everything in the log from a frame's position on, in order; a torn tail is cut at the end. Blocking: run it
-        in a thread. ``scanned_bytes`` grows up to ``found_bytes`` meanwhile. Raises SetupError."""
+        in a thread. ``scanned_bytes`` grows up to ``bytes_to_scan`` meanwhile. Raises SetupError."""
         start = Location.from_position(since, 0)
-        wanted = [number for number in self._numbers if number >= start.file]
+        numbers = [number for number in self._numbers if number >= start.file]
         # The states are large, and none is needed here.
-        files = [file.without_state() for file in log_files.newest_first(self._directory, wanted)][::-1]
+        files = [file.without_state() for file in log_files.newest_first(self._directory, numbers)][::-1]
         skipped = start.offset if files and files[0].number == start.file else 0
-        self.scanned_bytes, self.found_bytes = 0, sum(file.size_bytes for file in files) - skipped
+        self.scanned_bytes, self.bytes_to_scan = 0, sum(file.size_bytes for file in files) - skipped
         yield from self._gaps_before(start.file)
         for file, following in zip(files, [*files[1:], None], strict=False):
             yield from self._scan_file(file, skipped)
@@ -291,7 +291,7 @@ class Log:
         self._started = True
 
     def _require(self, result: WriteResult) -> None:
-        """Take over a result. Raises OSError or StoreError if it is a failure."""
+        """Store a result. Raises OSError or StoreError if it is a failure."""
         self._last_result = result
         if result.fatal:
             self.failure, self.stopped = result.fatal, True
@@ -489,14 +489,14 @@ class Log:
     # Old files ------------------------------------------------------------------------------------------------
 
     def oldest_for_restart(self) -> int:
-        """Number of the oldest file that a start may need: that of the last control state but one, because the last may
-        turn out damaged. Blocking."""
+        """Number of the oldest file that a start may need: the one with the last control state but one, because the
+        last state may be damaged. Blocking."""
         numbers = log_files.numbers_in(self._directory)
         states = (file.number for file in log_files.newest_first(self._directory, numbers) if file.holds_state)
         return next(islice(states, 1, None), 0)
 
     async def remove(self, number: int) -> int:
-        """Delete an old file of which nothing is needed any more; returns its bytes. Raises StoreError."""
+        """Delete an old file that is not needed any more; returns its bytes. Raises StoreError."""
         try:
             removal = asyncio.create_task(asyncio.to_thread(self._remove, number))
             self._removals.add(removal)

@@ -1,4 +1,4 @@
-"""The log writer as the log sees it: one batch of frames goes in, and one result comes back.
+"""The interface between the log and its writer: one batch of frames, one result.
 
 * The writer has one batch at a time; its result is delivered on the event loop.
 * Every failure is part of a result; nothing is raised.

@@ -1,1 +1,1 @@
-"""The projection: what listings and lookups need, in SQLite, derived from the log."""
+"""The projection: the data of listings and lookups in SQLite, derived from the log."""

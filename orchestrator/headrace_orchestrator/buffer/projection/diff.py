@@ -16,7 +16,7 @@ from headrace_orchestrator.buffer.log.location import OFFSET_BITS
 from headrace_orchestrator.buffer.projection.rows import SCHEMA
 
 MAX_NAMES = 100
-"""Ids that are named at most for one kind of difference."""
+"""Maximum number of ids named for one kind of difference."""
 
 _SET_LATER = frozenset(("state", "made"))
 """Columns that a later event sets: they cannot be compared if events are lost."""
@@ -35,14 +35,14 @@ class ProjectionCopy:
         # A damaged name should still be shown.
         self.connection.text_factory = lambda raw: raw.decode(errors="replace")
         try:
-            found = self.connection.execute("SELECT schema, log, position, inverse FROM cursor").fetchall()
+            rows = self.connection.execute("SELECT schema, log, position, inverse FROM cursor").fetchall()
         except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError) as error:
             self.unreadable = f"it cannot be read: {error}"
             return
-        if len(found) != 1 or not isinstance(found[0][2], int) or found[0][2] != -found[0][3]:
+        if len(rows) != 1 or not isinstance(rows[0][2], int) or rows[0][2] != -rows[0][3]:
             self.unreadable = "its cursor is damaged"
             return
-        self.schema, self.log, self.cursor, _ = found[0]
+        self.schema, self.log, self.cursor, _ = rows[0]
         if self.schema != SCHEMA:
             self.unreadable = f"its tables are of version {self.schema}, not {SCHEMA}"
 
@@ -52,7 +52,7 @@ class ProjectionCopy:
             yield self.unreadable
             return
         if self.log != log:
-            self.unreadable = f"it is of log {self.log}, not {log}"
+            self.unreadable = f"it belongs to log {self.log}, not {log}"
             yield self.unreadable
             return
         try:
@@ -67,14 +67,14 @@ class ProjectionCopy:
         """Ids of trajectories and batches whose records begin in a part of the log; none if they cannot be read."""
         if self.unreadable:
             return []
-        found: list[str] = []
+        ids: list[str] = []
         for table in ("trajectories", "batches"):
             query = f"SELECT id FROM {table} WHERE position >= ? AND position < ? ORDER BY position LIMIT {MAX_NAMES}"
             try:
-                found += [str(id) for (id,) in self.connection.execute(query, (start, end))]
+                ids += [str(id) for (id,) in self.connection.execute(query, (start, end))]
             except sqlite3.DatabaseError:
                 continue  # damage of the projection is a finding of its own
-        return found
+        return ids
 
     def close(self) -> None:
         self.connection.close()
@@ -122,21 +122,21 @@ def _table_differences(
 ) -> Iterator[tuple[list[str], str]]:
     columns = [str(row[1]) for row in connection.execute(f"PRAGMA rebuilt.table_info({table})")]
     compared = ", ".join(name for name in columns if not (events_lost and name in _SET_LATER))
-    known = "id" if "id" in columns else next((name for name in columns if name.endswith("_id")), columns[0])
-    kept = ""
+    id_column = "id" if "id" in columns else next((name for name in columns if name.endswith("_id")), columns[0])
+    condition = ""
     if "position" in columns:
-        kept = "WHERE NOT EXISTS (SELECT 1 FROM lost WHERE position >= start AND position < end)"
+        condition = "WHERE NOT EXISTS (SELECT 1 FROM lost WHERE position >= start AND position < end)"
     elif "file" in columns:
         whole = f"file << {OFFSET_BITS} >= start AND (file + 1) << {OFFSET_BITS} <= end"
-        kept = f"WHERE NOT EXISTS (SELECT 1 FROM lost WHERE {whole})"
+        condition = f"WHERE NOT EXISTS (SELECT 1 FROM lost WHERE {whole})"
     for one, other, problem in (
-        ("rebuilt", "main", "is missing or is not as the log has it"),
-        ("main", "rebuilt", "is not in the log like that"),
+        ("rebuilt", "main", "is missing or differs from the log"),
+        ("main", "rebuilt", "is not in the log, or differs from it"),
     ):
-        query = f"SELECT {compared} FROM {one}.{table} {kept} EXCEPT SELECT {compared} FROM {other}.{table}"
+        query = f"SELECT {compared} FROM {one}.{table} {condition} EXCEPT SELECT {compared} FROM {other}.{table}"
         count = connection.execute(f"SELECT COUNT(*) FROM ({query})").fetchone()[0]
         if count:
-            names = connection.execute(f"SELECT DISTINCT {known} FROM ({query}) LIMIT {MAX_NAMES}").fetchall()
+            names = connection.execute(f"SELECT DISTINCT {id_column} FROM ({query}) LIMIT {MAX_NAMES}").fetchall()
             rows = "a row" if count == 1 else f"each of {count} rows"
             yield (
                 [name.hex() if isinstance(name, bytes) else str(name) for (name,) in names],

@@ -1,4 +1,4 @@
-"""Entries of the projection: what it stores of a frame, and what it returns for a trajectory.
+"""Entries of the projection: the data that it stores for a frame, and that it returns for a trajectory.
 
 * A frame's entries follow from the frame alone, so a rebuilt projection equals the one that the service wrote.
 """
@@ -67,7 +67,7 @@ class StoredTrajectory(NamedTuple):
 
 
 def entries_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[ProjectionEntry]:
-    """The entries of a frame that was read: of its events, and of the head or the manifest that is its payload."""
+    """The entries of a frame that was read. ``source``: the head or the manifest that is its payload."""
     if isinstance(source, Manifest):
         groups = tuple(group.id for group in source.groups)
         yield ProjectedBatch(source.batch, source.run, str(source.version), groups)

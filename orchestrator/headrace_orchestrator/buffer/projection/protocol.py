@@ -14,8 +14,8 @@ from headrace_orchestrator.buffer.projection.entries import LocatedEntry, Stored
 
 
 class Projection(Protocol):
-    """Lookups and pages of what the log holds. One thread writes at a time; any thread may read. Each method raises
-    StoreError."""
+    """Lookups in the log, and pages of its trajectories. One thread writes at a time; any thread may read. Each method
+    raises StoreError."""
 
     @property
     def cursor(self) -> int:

@@ -72,6 +72,7 @@ _INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({COLUMNS}) VALUES ({
 _INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
 _INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
 _END_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
+"""``made``: the version of an acked step."""
 _INSERT_REFERENCE = "INSERT OR IGNORE INTO asset_references VALUES (?, ?)"
 _DELETE_REFERENCES = "DELETE FROM asset_references WHERE file = ?"
 LOCATED_TABLES = ("trajectories", "batches", "batch_members")
@@ -89,15 +90,16 @@ def rows(entries: Iterable[LocatedEntry]) -> Iterator[Statement]:
             case ProjectedTrajectory():
                 yield _trajectory_row(entry, location)
                 if entry.assets:
-                    yield from (_asset_reference(name, location.file) for name in entry.assets)
+                    yield from ((_INSERT_REFERENCE, (bytes.fromhex(name), location.file)) for name in entry.assets)
             case ProjectedBatch(batch, run, version, groups):
-                yield _batch_row(batch, run, version, location)
-                yield from (_member_row(run, group, location) for group in groups)
+                position, length = location.position, location.length
+                yield _INSERT_BATCH, (batch, run, version, position, length)
+                yield from ((_INSERT_MEMBER, (run, group, position, length)) for group in groups)
             case BatchAcked():
                 made = str(entry.version) if entry.version is not None else ""
-                yield _batch_ended(entry.batch, "acked", made)
+                yield _END_BATCH, ("acked", made, entry.batch)
             case BatchDissolved():
-                yield _batch_ended(entry.batch, "dissolved")
+                yield _END_BATCH, ("dissolved", "", entry.batch)
             case FileDeleted(number):
                 yield from _file_deleted(number)
 
@@ -137,27 +139,12 @@ def _version(version: Version | None) -> str:
 
 
 def is_intact(row: tuple[Any, ...]) -> bool:
-    """True if the row of a trajectory, all its columns, is as it was written."""
+    """True if the row of a trajectory, with all its columns, is unchanged since it was written."""
     return bool(_checksum(row[:-1]) == row[-1])
 
 
 def _checksum(values: tuple[Any, ...]) -> int:
     return zlib.crc32(_encode(values))
-
-
-def _batch_row(batch: str, run: str, version: str, location: Location) -> Statement:
-    """The row of a frozen batch."""
-    return _INSERT_BATCH, (batch, run, version, location.position, location.length)
-
-
-def _member_row(run: str, group: str, head: Location) -> Statement:
-    """The row of a group that was frozen into a batch; the last batch counts."""
-    return _INSERT_MEMBER, (run, group, head.position, head.length)
-
-
-def _asset_reference(asset: str, file: int) -> Statement:
-    """The row of a reference to an asset from a file of the log."""
-    return _INSERT_REFERENCE, (bytes.fromhex(asset), file)
 
 
 def _file_deleted(file: int) -> list[Statement]:
@@ -167,8 +154,3 @@ def _file_deleted(file: int) -> list[Statement]:
         (f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in LOCATED_TABLES
     ]
     return [*located, (_DELETE_REFERENCES, (file,))]
-
-
-def _batch_ended(batch: str, state: str, made: str = "") -> Statement:
-    """Update of a batch that was acked (``made``: the version of that step) or dissolved."""
-    return _END_BATCH, (state, made, batch)

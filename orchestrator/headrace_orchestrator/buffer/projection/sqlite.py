@@ -78,9 +78,9 @@ class SqliteProjection:
         try:
             connection = _connect(self._path)
             with suppress(*_UNREADABLE, _DamagedError):
-                found = connection.execute("SELECT schema, log, position + inverse FROM cursor").fetchall()
+                cursor = connection.execute("SELECT schema, log, position + inverse FROM cursor").fetchall()
                 tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-                if found == [(SCHEMA, self._log, 0)] and {sql for (sql,) in tables} == STATEMENTS:
+                if cursor == [(SCHEMA, self._log, 0)] and {sql for (sql,) in tables} == STATEMENTS:
                     self._last_id = _last_id(connection)
                     return connection
             connection.close()
@@ -89,8 +89,7 @@ class SqliteProjection:
             return self._create()
 
     def _create(self) -> sqlite3.Connection:
-        for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        delete_database(self._path)
         connection = _connect(self._path)
         connection.executescript(f"BEGIN;{TABLES}COMMIT;")
         connection.execute("INSERT INTO cursor VALUES (?, ?, 0, 0)", (SCHEMA, self._log))
@@ -137,9 +136,9 @@ class SqliteProjection:
         """Read everything and verify that tables and indexes agree, before data is deleted because of them. Blocking,
         over a connection of its own. Raises StoreError if they do not."""
         with self._store_errors(), closing(_connect(self._path)) as connection:
-            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-            if found != "ok":
-                raise _DamagedError(str(found))
+            (problem,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if problem != "ok":
+                raise _DamagedError(str(problem))
 
     def reset(self) -> None:
         """Delete everything: the log can restore it."""
@@ -220,14 +219,14 @@ class SqliteProjection:
         selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in LOCATED_TABLES]
         selects.append("SELECT min(file) << :bits FROM asset_references WHERE file >= :start >> :bits")
         least = " UNION ALL ".join(selects)
-        found: list[int] = []
+        files: list[int] = []
         with self._locked() as connection:
             while True:
-                start = start_of(found[-1] + 1) if found else 0
+                start = start_of(files[-1] + 1) if files else 0
                 positions = connection.execute(least, {"start": start, "bits": OFFSET_BITS}).fetchall()
                 if not (first := [int(position) for (position,) in positions if position is not None]):
-                    return found
-                found.append(file_at(min(first)))
+                    return files
+                files.append(file_at(min(first)))
 
     def count(self, file: int) -> int:
         """Number of trajectories in a file of the log."""
@@ -266,8 +265,8 @@ class SqliteProjection:
             ).fetchall()
             for row in rows:
                 _verify(row)
-        more = rows[limit - 1][0] if len(rows) > limit else None
-        return [_summary(row, now_ms) for row in rows[:limit]], more
+        next_before = rows[limit - 1][0] if len(rows) > limit else None
+        return [_summary(row, now_ms) for row in rows[:limit]], next_before
 
     def trim(self) -> None:
         """Shrink the write-ahead file, which grows while an external program reads. Does not wait for readers: while
@@ -295,8 +294,14 @@ class SqliteProjection:
             self._connection.close()
 
 
+def delete_database(path: Path) -> None:
+    """Delete the file of a database, and the files that SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
 class _DamagedError(Exception):
-    """A row, or an index, is not as it was written."""
+    """A row or an index was changed by damage."""
 
 
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
@@ -313,7 +318,7 @@ def _is_damage(error: Exception) -> bool:
 
 def _verify(row: tuple[Any, ...]) -> None:
     if not is_intact(row):
-        raise _DamagedError(f"the row of trajectory {row[1]!r} at position {row[0]} is not as it was written")
+        raise _DamagedError(f"the row of trajectory {row[1]!r} at position {row[0]} was changed after it was written")
 
 
 def _last_id(connection: sqlite3.Connection) -> str:

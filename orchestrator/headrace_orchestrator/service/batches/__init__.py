@@ -1,1 +1,1 @@
-"""Batches of a service: building the head of a planned batch, and serving bodies."""
+"""Batches of a service: heads of planned batches, and bodies to serve."""

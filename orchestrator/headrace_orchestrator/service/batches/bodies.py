@@ -1,4 +1,4 @@
-"""Serving batches: the body of a frozen batch is the same bytes every time.
+"""Bodies of frozen batches, as they are served.
 
 * A batch is frozen when it is formed: members, order, columns, and so every byte of its body.
 * A small body is read whole before its first byte is sent; a larger one is streamed.
@@ -65,7 +65,7 @@ class _LargeBody:
 
 class BatchBodies:
     """Reads the bodies of frozen batches; keeps the newest small one, because repeated pulls and the other ranks of a
-    learner ask for it."""
+    learner need it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -114,7 +114,7 @@ class BatchBodies:
         return ServedBatch(lease.batch, lease.generation, lease.lease_s, body.size_bytes, parts)
 
     def _prepare(self, lease: Redeliver, locations: BatchLocations) -> BatchBody | _LargeBody:
-        """The body if it is small, or what is needed to stream it. Blocking."""
+        """The body if it is small, or a description for ``_stream``. Blocking."""
         whole = self._read_small(lease.batch, locations)
         if lease.shards == 1:
             if whole is not None:

@@ -1,4 +1,4 @@
-"""Building batches: the head and the body of a planned batch, computed from stored records.
+"""The head and the body of a planned batch, computed from stored records.
 
 * A damaged record is left out when a batch is built, and logged; a group without an intact record is lost.
 """

@@ -1,1 +1,1 @@
-"""`headrace fsck`: checking a data directory, and rebuilding its projection."""
+"""`headrace fsck`: the check of a data directory, and the rebuild of its projection."""

@@ -13,7 +13,7 @@ FindingKind = Literal["record", "copy", "head", "footer", "file", "projection", 
 
 class FsckFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of damage. ``names``: ids of the affected trajectories or batches, as far as they are known. ``lost``:
-    the data cannot be restored; otherwise the rest of the directory makes up for the damage."""
+    the data cannot be restored; otherwise the rest of the directory compensates for the damage."""
 
     kind: FindingKind
     lost: bool
@@ -43,5 +43,5 @@ class FsckReport(msgspec.Struct, frozen=True, kw_only=True):
 COST_OF: dict[FrameType | None, str] = {
     FrameType.TRAJECTORY: "This trajectory is lost; a batch that holds it cannot be served any more.",
     FrameType.BATCH: "This batch cannot be served any more; its trajectories are intact.",
-    FrameType.CONTROL: "The decisions that were stored here are lost, 64 at most.",
+    FrameType.CONTROL: "The decisions stored here, 64 at most, are lost.",
 }

@@ -1,9 +1,9 @@
-"""Checking a data directory, and rebuilding its projection from the log.
+"""The check of a data directory, and the rebuild of its projection from the log.
 
 * Everything is read: frames, both copies of control frames, heads, footers, the projection, assets.
 * Nothing is written, and a live service never waits for a check.
-* Each damaged record is named: file, offset, type, whose it is if that is known, and what the damage costs.
-* A log that has become shorter is noticed if its next file or its projection shows it.
+* Each damaged record is named: file, offset, type, its trajectory or batch if known, and the cost of the damage.
+* A log that became shorter is noticed if its next file or its projection shows it.
 * A rebuilt projection equals the one that the service wrote, row by row.
 """
 
@@ -17,20 +17,20 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from headrace.errors import HeadraceError, SetupError
+from headrace.errors import HeadraceError
 from headrace.store import log_files, log_format
 from headrace.store.asset_files import FOLDER, asset_path
 from headrace.store.log_files import LogFile
 from headrace.store.log_format import Damage, FooterBuilder, Frame, FrameType
 from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.assets.check import check_assets, stored_bytes
-from headrace_orchestrator.buffer.data_directory import is_owned, lock_directory
+from headrace_orchestrator.buffer.data_directory import is_owned, lock_directory, require_log
 from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.log.location import Location, start_of
 from headrace_orchestrator.buffer.progress import OnProgress
 from headrace_orchestrator.buffer.projection.diff import ProjectionCopy, copy_projection, differences
 from headrace_orchestrator.buffer.projection.entries import LocatedEntry, entries_of
-from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection, delete_database
 from headrace_orchestrator.service.fsck.findings import COST_OF, FindingKind, FsckFinding, FsckReport
 from headrace_orchestrator.service.storage.frames import events_of
 
@@ -44,7 +44,7 @@ _UNREADABLE = (HeadraceError, msgspec.MsgspecError, ValueError)
 def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> FsckReport:
     """Read everything; blocking. Raises UnknownLogFormat, and SetupError if this is not a data directory or its files
     belong to different logs."""
-    _require_log(data)
+    require_log(data)
     live = is_owned(data)
     with TemporaryDirectory(prefix="headrace-fsck-") as folder:
         # First the projection, then the log, which then has everything that the projection has.
@@ -65,33 +65,20 @@ def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> 
 def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> int:
     """Replace the projection by one that is rebuilt from the log alone; blocking. Returns its number of trajectories.
     Raises DataDirectoryInUse while an orchestrator owns the directory, and what ``check`` raises."""
-    _require_log(data)
+    require_log(data)
     with lock_directory(data):
         new = data / f"{PROJECTION}.new"
         log_check = LogCheck(data, None, on_progress)
-        _delete_database(new)
+        delete_database(new)
         rebuilt = SqliteProjection(new, log_check.log)
         try:
             log_check.run(rebuilt)
         finally:
             rebuilt.close()
-        _delete_database(data / PROJECTION)
+        delete_database(data / PROJECTION)
         os.replace(new, data / PROJECTION)
         sync_directory(data)
     return log_check.frames[FrameType.TRAJECTORY]
-
-
-def _require_log(data: Path) -> None:
-    if not (data / "log").is_dir():
-        raise SetupError(
-            f"{data} is not a data directory: it has no folder named log.",
-            hint="Give the directory that the orchestrator was started with (--data).",
-        )
-
-
-def _delete_database(database: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        database.with_name(database.name + suffix).unlink(missing_ok=True)
 
 
 class LogCheck:
@@ -146,8 +133,8 @@ class LogCheck:
         self._damaged.append((start, end))
         self._report(
             "file", file, lost=True, offset=missing.offset, size=missing.size_bytes,
-            names=self._projection.names(start, end) if self._projection is not None else [], problem=missing.problem,
-            cost="The records in the part that is missing are lost.",
+            names=self._names(start, end), problem=missing.problem,
+            cost="The records in the missing part are lost.",
         )  # fmt: skip
 
     def _read(self, file: LogFile, rebuilt: SqliteProjection | None, *, last: bool) -> None:
@@ -180,7 +167,7 @@ class LogCheck:
         if frame.recovered:
             problem, cost = "one of its two copies is damaged", "Nothing yet: the other copy is intact."
         elif not log_format.is_padded_with_zeros(file.path, frame):
-            problem, cost = "a padding byte was changed", "Nothing: no data is there."
+            problem, cost = "a padding byte was changed", "Nothing: padding holds no data."
         else:
             return
         self._report(
@@ -196,8 +183,8 @@ class LogCheck:
         if not matches:
             self._report(
                 "footer", file, offset=frame.offset, size=frame.size, type=frame.type, lost=False,
-                problem="its digest is not that of the frames before it",
-                cost="Frames of this file were damaged, changed or lost; those that are found here are named.",
+                problem="its digest does not match the frames before it",
+                cost="Frames of this file were damaged, changed or lost; other findings name those that are known.",
             )  # fmt: skip
 
     def _add_frame(self, file: LogFile, frame: Frame) -> None:
@@ -228,7 +215,7 @@ class LogCheck:
         start = Location(file.number, offset, 0).position
         self._damaged.append((start, start + size))
         self._events_lost |= type in (FrameType.CONTROL, None)
-        names = self._names(file, offset, size)
+        names = self._names(start, start + size)
         kind: FindingKind = "record"
         lost = True
         # An unreadable part at the beginning of a file may be a head and more.
@@ -237,11 +224,11 @@ class LogCheck:
             kind, cost = "head", "No record is lost; a start reads from the head of the file before it."
             lost = file.number == self._files[0].number
             if lost:
-                cost = "If this is the oldest file, what was decided before it is lost; its records are intact."
+                cost = "If this is the oldest file, the decisions before it are lost; its records are intact."
         elif type is FrameType.FOOTER:
-            kind, lost, cost = "footer", False, "Nothing: every record is checked by itself."
+            kind, lost, cost = "footer", False, "Nothing: every record has a checksum of its own."
         else:
-            cost = COST_OF.get(type, "Whatever was stored here is lost.")
+            cost = COST_OF.get(type, "All data stored here is lost.")
         self._report(
             kind, file, offset=offset, size=size, type=type, names=names, lost=lost, problem=problem, cost=cost
         )  # fmt: skip
@@ -273,12 +260,9 @@ class LogCheck:
             )
         )
 
-    def _names(self, file: LogFile, offset: int, size: int) -> list[str]:
-        """Ids of what was stored in a part of a file, by the projection."""
-        if self._projection is None:
-            return []
-        start = Location(file.number, offset, 0).position
-        return self._projection.names(start, start + size)
+    def _names(self, start: int, end: int) -> list[str]:
+        """Ids of the trajectories and batches that the projection has in a range of positions."""
+        return [] if self._projection is None else self._projection.names(start, end)
 
     # The projection -------------------------------------------------------------------------------------------
 
@@ -293,8 +277,8 @@ class LogCheck:
             last = self._files[-1]
             self._report(
                 "file", last, lost=True, offset=last.size_bytes - self.unfinished_bytes, names=names,
-                problem="its end is missing: the projection has records from behind it",
-                cost="The records in the part that is missing are lost.",
+                problem="its end is missing: the projection has later records",
+                cost="The records in the missing part are lost.",
             )  # fmt: skip
         lost = [*self._damaged, (self._end, max(projection.cursor, self._end) + 1)]
         for names, problem in differences(projection, rebuilt, lost, events_lost=self._events_lost):
@@ -315,12 +299,12 @@ class LogCheck:
     # Assets ---------------------------------------------------------------------------------------------------
 
     def check_assets(self) -> None:
-        """Report assets that are damaged, and assets that stored records refer to and that are missing."""
-        found = check_assets(self._assets, self._referenced.keys(), self._add_progress)
-        self.assets = found.assets
-        for name, problem in found.damaged.items():
+        """Report damaged assets, and missing assets that stored records refer to."""
+        assets = check_assets(self._assets, self._referenced.keys(), self._add_progress)
+        self.assets = assets.assets
+        for name, problem in assets.damaged.items():
             self._report_asset(name, problem)
-        for name in found.missing:
+        for name in assets.missing:
             if self._referenced[name].exists():  # otherwise it was deleted with the last file that referred to it
                 self._report_asset(name, "it is missing, and stored records refer to it")
 

@@ -25,7 +25,7 @@ class AssetCollection:
         self._assets = assets
 
     async def run(self) -> None:
-        """Collect for ever."""
+        """Collect until cancelled."""
         while True:
             try:
                 await self._collect()

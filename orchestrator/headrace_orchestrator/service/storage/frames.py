@@ -1,7 +1,7 @@
 """Frames of the log, from and to the scheduler's events.
 
 * Events that are decided together share control frames, in the order in which they were decided.
-* An event that has a record or a batch head of its own is stored as the bytes of that, and read back from them.
+* An event that has a record or a batch head of its own is stored as those bytes, and read back from them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])
 
 EVENTS_PER_FRAME = 64
-"""Events that share a frame at most: enough to make its header and checksums cheap, few enough to lose at once."""
+"""Maximum number of events in a frame: enough to make its header and checksums cheap, few enough to lose at once."""
 
 
 class TrajectoryWrite(NamedTuple):
-    """A terminal record to be stored, and its entry in the projection."""
+    """A terminal record to store, and its entry in the projection."""
 
     entry: ProjectedTrajectory
     record: bytes
 
 
 class BatchWrite(NamedTuple):
-    """A frozen batch to be stored as its head; its trajectories by group, in the order of the body."""
+    """A frozen batch to store as its head; its trajectories by group, in the order of the body."""
 
     event: BatchFormed
     head: bytes

@@ -1,4 +1,4 @@
-"""The index of locations: the log's records and heads that groups in flight and open batches consist of.
+"""The index of locations: the places in the log of the records and heads of groups in flight and open batches.
 
 * The index holds locations, not records: memory grows with the groups in flight, not with the stored data.
 * Its content is the same whether events come from commands, from the log, or from a snapshot and the log behind it.
@@ -61,7 +61,7 @@ class LocationIndex:
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, GroupLocations]] = {}
-        """By run first: ids that learners choose are unique in a run only."""
+        """By run first: ids that learners choose are unique only within a run."""
         self.batches: dict[str, BatchLocations] = {}
         self.trajectories = 0
 
@@ -97,9 +97,9 @@ class LocationIndex:
         may be deleted. None if no file is needed. ``floor``: the number of the oldest existing file; the search ends at
         the first user of that file. Groups are searched in the order of admission, so old files are found first."""
         oldest: FileInUse | None = None
-        for found in self._files_in_use():
-            if oldest is None or found.file < oldest.file:
-                oldest = found
+        for used in self._files_in_use():
+            if oldest is None or used.file < oldest.file:
+                oldest = used
                 if oldest.file <= floor:
                     break
         return oldest
@@ -138,10 +138,10 @@ class LocationIndex:
 
     def restore(self, data: bytes) -> None:
         """Restore a snapshot into an empty index. Raises msgspec.MsgspecError."""
-        found = _decoder.decode(data)
-        self.trajectories = found.trajectories
+        snapshot = _decoder.decode(data)
+        self.trajectories = snapshot.trajectories
         self.groups = {
             run: {id: GroupLocations(expected, packed) for id, (expected, packed) in groups.items()}
-            for run, groups in found.groups.items()
+            for run, groups in snapshot.groups.items()
         }
-        self.batches = found.batches
+        self.batches = snapshot.batches

@@ -1,11 +1,11 @@
-"""Trimming of the kernel's page cache: files of the log that no group and no batch needs are dropped from it.
+"""Trimming of the kernel's page cache: drops files of the log that no group and no batch needs.
 
 * A sealed file without a record of a group in flight or an open batch is dropped; a later read reads the disk.
 * A file that is needed stays: a group that may be served again keeps its files in memory.
 * The more groups there are, the less often files are checked; the event loop only lists the groups for that.
 
 Otherwise the kernel keeps everything that was ever written until memory runs out, and finds fresh memory for each
-record: to reuse the memory of a file that is not needed any more is several times cheaper.
+record: reusing the memory of a file that is not needed any more is several times cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace_orchestrator.service.storage.store import Store
 log = logs.logger(__name__)
 
 CHECK_EVERY_S = 1.0
-"""Least seconds between two checks."""
+"""Minimum seconds between two checks."""
 
 CHECK_SHARE = 0.02
 """Share of a processor's time that checks may take: with very many groups they happen less often."""
@@ -41,7 +41,7 @@ class PageCacheTrimmer:
         self._cached: set[int] = set()
 
     async def run(self) -> None:
-        """Repeat ``step`` for ever."""
+        """Repeat ``step`` until cancelled."""
         while True:
             started = time.perf_counter()
             try:

@@ -38,13 +38,13 @@ def replay(
     core: Scheduler, store: Store, now: float, *, damaged: Callable[[], None], stopping: Callable[[], bool]
 ) -> None:
     """Read the part of the log that a start needs; blocking. ``damaged`` is called for each lost record. Returns early,
-    without opening the log for appending, once ``stopping`` returns true. Raises StoreError or SetupError."""
+    without opening the log for appending, once ``stopping`` returns True. Raises StoreError or SetupError."""
     cursor = store.projection.cursor
-    if cursor > store.log.found_end:
+    if cursor > store.log.initial_end:
         # The projection never runs ahead of the disk, so the end of the log was removed.
         log.error(
             "the log lost its end: the projection is ahead of it, and is rebuilt",
-            log_ends_at=Location.from_position(store.log.found_end, 0),
+            log_ends_at=Location.from_position(store.log.initial_end, 0),
             projected_up_to=Location.from_position(cursor, 0),
         )
         damaged()
@@ -69,7 +69,7 @@ def replay(
 
 
 def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], None]) -> int:
-    """Restore the newest usable control state; returns the position from which on events come on top of it."""
+    """Restore the newest usable control state; returns the position from which on events follow it."""
     while store.log.state is not None:
         try:
             store.restore(store.log.state, core, now)

@@ -5,7 +5,7 @@
 * A file is deleted first; then its entries leave the projection, and assets that only it referred to are collected.
 * The file that retention waits for is logged, once for each file.
 * A deletion that a failing disk interrupts is completed once the disk works again; any other obstacle is logged.
-* The stored bytes are reported to the scheduler, which admits nothing at the bound of the disk: appended data at once,
+* The stored bytes are reported to the scheduler, which admits nothing at the limit of the disk: appended data at once,
   assets and deletions at the next step.
 """
 
@@ -60,8 +60,8 @@ class RetentionLoop:
         self._to_forget: list[int] = []
 
     async def run(self) -> None:
-        """Repeat ``step`` for ever. An obstacle, such as a failing disk or a foreign file, is logged once, and the next
-        step tries again."""
+        """Repeat ``step`` until cancelled. An obstacle, such as a failing disk or a foreign file, is logged once, and
+        the next step tries again."""
         last_problem = ""
         while True:
             problem = ""
@@ -123,7 +123,7 @@ class RetentionLoop:
         return chosen
 
     def _log_wait(self, in_use: FileInUse | None) -> None:
-        """Log which file retention waits for: the run that needs it may be forgotten."""
+        """Log the file that retention waits for: its run may be one that everybody forgot."""
         if in_use is not None and in_use != self._waits_for:
             log.warning(
                 "retention waits: an old file of the log is in use; pull and ack, or close the run, to release it",
@@ -145,7 +145,7 @@ class RetentionLoop:
         self._counts = {number: count for number, count in self._counts.items() if number in sizes}
         newest = max(sizes, default=0)
         projected = file_at(self._store.projection.cursor)
-        found = []
+        uses = []
         for number, (size_bytes, written_at) in sorted(sizes.items()):
             count = self._counts.get(number)
             if count is None:
@@ -153,5 +153,5 @@ class RetentionLoop:
                 # Only the counts of files behind the cursor are final; the newest file still grows.
                 if number < newest and number < projected:
                     self._counts[number] = count
-            found.append(FileUse(number, size_bytes, count, written_at))
-        return found
+            uses.append(FileUse(number, size_bytes, count, written_at))
+        return uses

@@ -1,6 +1,6 @@
 """The store: the scheduler's events go to the log, to the index of locations, and to the projection.
 
-* Everything that was decided together is encoded before any of it is stored.
+* Writes that were decided together are all encoded before any of them is stored.
 * A trajectory id belongs to one episode, stored or on its way to the disk.
 * A file of the log opens with the control state behind exactly the frames before it.
 * Rows of the projection are written only when their frames are on disk; a failing disk loses none of them.
@@ -33,7 +33,7 @@ from headrace_orchestrator.service.storage.frames import BatchWrite, TrajectoryW
 from headrace_orchestrator.service.storage.location_index import LocationIndex
 
 EVENTS_PER_STATE = 20_000
-"""Events behind a control state after which a new state is due: what a start replays at most, some 0.3 s."""
+"""Events behind a control state after which a new state is due: the most that a start replays, some 0.3 s."""
 
 EVENTS_PER_GROUP = 0.5
 """Additional events for each group of a control state: the cost of writing and reading the state stays in proportion to
@@ -83,8 +83,8 @@ class Store:
     # Writing --------------------------------------------------------------------------------------------------
 
     def append(self, writes: Sequence[Write]) -> None:
-        """Append what was decided together, in order. Raises StoreError, or the error of what cannot be encoded; then
-        nothing was appended."""
+        """Append writes that were decided together, in order. Raises StoreError, or the error of a write that cannot be
+        encoded; then nothing was appended."""
         for kind, payload, carried in list(frames_of(writes)):
             location = self.log.append(kind, payload)
             for write in carried:
@@ -101,13 +101,12 @@ class Store:
         self._events += len(writes)
 
     def rotate_if_due(self, core: Scheduler) -> None:
-        """Open a new file of the log with the control state, if it is time. Everything that was decided must have been
-        appended."""
+        """Open a new file of the log with the control state, if it is time. All decisions must have been appended."""
         if self.state_due or self.log.full or self.log.needs_state:
             self.rotate(core)
 
     def rotate(self, core: Scheduler) -> None:
-        """Open a new file of the log, unless the disk fails. Everything that was decided must have been appended."""
+        """Open a new file of the log, unless the disk fails. All decisions must have been appended."""
         if not self.log.failure:
             self.log.rotate(self.state(core))
 
@@ -118,7 +117,7 @@ class Store:
 
     @property
     def state_due(self) -> bool:
-        """True if a start would replay so many events that a new control state is due."""
+        """True if a new control state is due, because a start would replay too many events."""
         return self._events >= self._events_per_state
 
     def state(self, core: Scheduler) -> bytes:
@@ -137,10 +136,10 @@ class Store:
     def restore(self, state: bytes, core: Scheduler, now: float) -> None:
         """Restore a control state into an empty core and store. Raises CorruptRecord or msgspec.MsgspecError, and then
         has changed nothing."""
-        found = _state_decoder.decode(state)
+        stored = _state_decoder.decode(state)
         index = LocationIndex()
-        index.restore(found.index)
-        core.restore(found.core, now)
+        index.restore(stored.index)
+        core.restore(stored.core, now)
         self.index = index
         self._restart_count()
 
