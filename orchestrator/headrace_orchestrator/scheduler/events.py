@@ -1,6 +1,6 @@
 """Events: the scheduler's decisions, in order.
 
-* State changes only by applying an event; deciding and applying are apart.
+* State changes only by applying an event; commands decide, transitions apply.
 * Applying the events of a log in order restores the state, except deadlines: those get a full term.
 * Two kinds of event are stored as frames of their own and rebuilt from them: ``EpisodeEnded`` as the trajectory's,
   ``BatchFormed`` as the batch head's. All others are stored as they are.
@@ -88,7 +88,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 class Dispatched(Event, frozen=True, kw_only=True):
     """Attempts of one run are granted to a worker. ``version`` is the one that the policy servers hold at that moment:
-    the run's current one, unless the service is yet to load it."""
+    the run's current one, unless the service has not loaded it yet."""
 
     run: str
     worker: str
@@ -103,8 +103,8 @@ WORKER_LOST = "worker lost"
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
     """An attempt ends without a result and the episode is queued again. ``counts``: it draws on the retry budget (a
-    retryable failure does, and an attempt that a living worker dropped; hand-back, drain, cancellation and the loss of
-    the worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
+    retryable failure and an attempt that a live worker dropped do; hand-back, drain, cancellation and the loss of the
+    worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
 
     run: str
     episode: str
@@ -124,7 +124,7 @@ class AttemptCancelled(Event, frozen=True, kw_only=True):
 
 
 class EpisodeEnded(Event, frozen=True, kw_only=True):
-    """The one result of a dispatched episode. Stored as the trajectory's own frame.
+    """The single result of a dispatched episode. Stored as the trajectory's own frame.
 
     ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
     version of its rows; a missing ``high`` equals ``low``.
@@ -225,7 +225,7 @@ class BatchReleased(Event, frozen=True, kw_only=True):
 
 class BatchDissolved(Event, frozen=True, kw_only=True):
     """A batch is dissolved: it is not served again; its groups are eligible, or retire by events of their own.
-    ``unseen``: no part of it was delivered, so the pulls that it was to answer are answered with another."""
+    ``unseen``: no part of it was delivered, so the pulls that it should have answered get another batch."""
 
     run: str
     batch: str
@@ -234,8 +234,8 @@ class BatchDissolved(Event, frozen=True, kw_only=True):
 
 
 class BatchAcked(Event, frozen=True, kw_only=True):
-    """A batch is acked, at most once. ``version``: made by the step and announced by this very event; None if it made
-    none. ``weights``: its weights, if the service is to load them."""
+    """A batch is acked, at most once. ``version``: the one that the step made, announced by this event; None if
+    it made none. ``weights``: its weights, if the service loads them."""
 
     run: str
     batch: str
@@ -246,7 +246,7 @@ class BatchAcked(Event, frozen=True, kw_only=True):
 
 class VersionAnnounced(Event, frozen=True, kw_only=True):
     """A version becomes the current one of the run. The first of a new lineage names its fork point. ``weights``: its
-    weights, if the service is to load them."""
+    weights, if the service loads them."""
 
     run: str
     version: Version
@@ -310,7 +310,7 @@ class EvaluationStarted(Event, frozen=True, kw_only=True):
 
 
 class EvaluationEnded(Event, frozen=True, kw_only=True):
-    """All episodes of an evaluation are over. ``reason``: done, deadline, closed, or cancelled if that came before."""
+    """All episodes of an evaluation are over. ``reason``: done, deadline, closed, or cancelled before the deadline."""
 
     run: str
     evaluation: str
@@ -318,7 +318,7 @@ class EvaluationEnded(Event, frozen=True, kw_only=True):
 
 
 class WorkerDraining(Event, frozen=True, kw_only=True):
-    """A worker gets no new attempts. ``over``: it has gone, and another process may take its name."""
+    """A worker gets no new attempts. ``over``: it is gone, and another process may take its name."""
 
     worker: str
     over: bool = False

@@ -1,9 +1,9 @@
-"""The durable state as bytes. Each log file begins with them, so that a start need not read the files before it.
+"""The durable state as bytes. Log files begin with such a snapshot, so that a start need not read earlier files.
 
-* A restored scheduler has the same durable state, and goes on to the same decisions.
+* A restored scheduler has the same durable state, and makes the same decisions.
 * After a restore every lease has a full term, as after a replay.
-* A damaged snapshot, or one of a format that is not known, is refused whole; nothing of it is taken.
-* What is soft is not in it; a slot of the state is named here or named soft.
+* A damaged snapshot, or one of an unknown format, is refused as a whole; no part of it is restored.
+* Soft state is not in it; each slot of the state is either stored or listed as soft.
 
 Rows are arrays: the fields of a row class are the attributes of the object that it stores, in the order of the bytes.
 """
@@ -29,7 +29,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.scheduler.state.workers import WorkerState
 
 FORMAT = 3
-"""Number of this format, stored first; snapshots of another one are refused."""
+"""Number of this format, stored first; snapshots with another number are refused."""
 
 
 class SnapshotRow(msgspec.Struct, array_like=True, frozen=True):
@@ -174,7 +174,7 @@ class SnapshotGroup(SnapshotRow, frozen=True):
 
 
 class SnapshotRun(SnapshotRow, frozen=True):
-    """A run, with the ids of its groups and episodes as references. A group is a ``SnapshotGroup`` encoded by itself:
+    """A run, with the ids of its groups and episodes as references. A group is a ``SnapshotGroup`` encoded separately:
     the garbage collector would traverse a tree of a million rows again and again."""
 
     spec: dict[str, Any]
@@ -224,7 +224,7 @@ _policy_servers, _ledger, _run = _reader(PolicyServersRow), _reader(LedgerRow), 
 def _plain(value: Any) -> Any:
     if isinstance(value, deque):
         return list(value)
-    raise NotImplementedError(f"a {type(value).__name__} has no place in a snapshot")
+    raise NotImplementedError(f"a {type(value).__name__} cannot be stored in a snapshot")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -276,24 +276,24 @@ def restore(state: SchedulerState, data: bytes, now: float) -> None:
         _require_format(_format_decoder.decode(data).format)
         stored = _decoder.decode(data)
         runs = [_restored_run(row, state, now) for row in stored.runs]
-        held = [(row, [episodes[id] for id in row.attempts]) for row in stored.workers]
+        attempts_of = [(row, [episodes[id] for id in row.attempts]) for row in stored.workers]
     except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         episodes.clear()
         raise CorruptRecord(
             f"A snapshot of the scheduler is damaged: {error!r}.",
-            hint="The files of the log before it say the same; `headrace fsck` lists all damage.",
+            hint="Earlier files of the log hold the same data; `headrace fsck` lists all damage.",
         ) from error
     for run in runs:
         state.add_run(run)
-    for row, attempts in held:
+    for row, attempts in attempts_of:
         _restore_worker(state, row, attempts, now)
     state.workers.draining.update(stored.draining)
 
 
-def _require_format(found: int) -> None:
-    if found != FORMAT:
+def _require_format(number: int) -> None:
+    if number != FORMAT:
         raise CorruptRecord(
-            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
+            f"A snapshot of the scheduler has format {number}; this version of Headrace reads format {FORMAT}.",
             hint="Start the version that wrote it.",
         )
 
@@ -358,7 +358,7 @@ def _set(target: Any, row: SnapshotRow) -> None:
 
 
 def _fill(target: Any, row: SnapshotRow) -> None:
-    """Set the attributes of a row; bounded memories and counters are filled."""
+    """Set the attributes of a row; bounded queues and counters are filled in place."""
     for name, value in zip(row.__struct_fields__, msgspec.structs.astuple(row), strict=True):
         current = getattr(target, name)
         if isinstance(current, deque):

@@ -270,7 +270,7 @@ async def test_impossible_arguments_are_refused(data_dir: Path, tmp_path: Path):
         copy(tmp_path / "nothing", tmp_path / "copy")
     async with orchestrator(data_dir):
         pass
-    with pytest.raises(InvalidRequest, match="itself"):
+    with pytest.raises(InvalidRequest, match="is inside"):
         copy(data_dir, data_dir / "copy")
     with pytest.raises(SetupError, match="no backup"):
         restore_into(data_dir, tmp_path / "restored")

@@ -157,7 +157,7 @@ def test_an_event_that_does_not_fit_changes_nothing_and_raises(harness):
     assert core.durable() == before
 
 
-def test_of_a_dispatch_the_grants_that_fit_are_taken(harness):
+def test_the_grants_of_a_dispatch_that_fit_are_applied(harness):
     harness.run(batch_size=2)
     granted = harness.lease(2)
     log = [r for r in harness.log if not (isinstance(r, events.GroupAdmitted) and r.group == granted[0].group)]

@@ -6,7 +6,7 @@ from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.harness import version
 
 
-def test_a_log_that_was_cut_between_two_events_is_finished_after_a_replay(harness):
+def test_after_a_replay_changes_that_a_cut_log_left_unfinished_are_completed(harness):
     harness.run(group_size=2, batch_size=2, max_staleness=0, attempt_lease_s=30)
     harness.lease(1)
     harness.announce("0.1")
@@ -19,7 +19,7 @@ def test_a_log_that_was_cut_between_two_events_is_finished_after_a_replay(harnes
         core.check()
 
 
-def test_a_result_that_was_lost_costs_itself_only(harness):
+def test_a_lost_result_costs_only_itself(harness):
     harness.run(group_size=2, batch_size=4, max_staleness=1, retries={"max_attempts": 9})
     for number in range(1, 6):
         attempts = harness.lease(8)
@@ -39,7 +39,7 @@ def test_a_result_that_was_lost_costs_itself_only(harness):
             assert core.version("r") == version("0.5")
 
 
-def test_a_batch_definition_that_was_lost_costs_itself_only(harness):
+def test_a_lost_batch_definition_costs_only_itself(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.ack(harness.batch(), "0.1")

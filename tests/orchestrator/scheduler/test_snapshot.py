@@ -19,7 +19,7 @@ from tests.orchestrator.scheduler.harness import BROKEN, Harness
 from tests.orchestrator.scheduler.scenarios import busy_harness
 
 
-def test_a_restored_scheduler_has_the_same_durable_state_and_goes_on_to_the_same_decisions():
+def test_a_restored_scheduler_has_the_same_durable_state_and_makes_the_same_decisions():
     lived, restored = busy_harness(), busy_harness()
     lived.restart()
     restored.restart(restored.restored(restored.core.snapshot()))
@@ -94,14 +94,14 @@ def test_a_snapshot_holds_the_failures_of_awaited_groups(harness):
     assert again.submitted_failures == {"a": reason.facts["failure"]}
 
 
-def test_a_snapshot_of_a_format_that_is_not_known_is_refused_and_named():
+def test_a_snapshot_of_an_unknown_format_is_refused_and_named():
     taken = busy_harness().core.snapshot()
     other = taken[:1] + bytes([snapshot.FORMAT + 7]) + taken[2:]  # behind the head of an array
     with pytest.raises(CorruptRecord, match=f"format {snapshot.FORMAT + 7}"):
         Harness().core.restore(other, 0.0)
 
 
-def test_a_damaged_snapshot_is_refused_whole():
+def test_a_damaged_snapshot_is_refused_as_a_whole():
     taken = busy_harness().core.snapshot()
     for length in range(0, len(taken), 7):
         core = Harness().core
@@ -179,6 +179,6 @@ ROWS = {
 
 
 @pytest.mark.parametrize("kind", list(ROWS), ids=lambda kind: kind.__name__)
-def test_what_is_soft_is_not_in_it_and_a_slot_of_the_state_is_named_here_or_named_soft(kind):
+def test_soft_state_is_not_in_it_and_each_slot_of_the_state_is_either_stored_or_listed_as_soft(kind):
     slots = set(vars(busy_harness().core.state.runs["r"])) if kind is Run else set(kind.__slots__)
     assert set(ROWS[kind].__struct_fields__) == slots - SOFT[kind] - BY_REFERENCE[kind]

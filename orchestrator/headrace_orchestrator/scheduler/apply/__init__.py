@@ -1,1 +1,1 @@
-"""The one way in which events change the scheduler's state: a transition for each event."""
+"""Transitions: one function for each event, the only code that changes the scheduler's durable state."""

@@ -1,9 +1,9 @@
 """Transitions of attempts and episodes, and of the workers that hold them.
 
-* An event that does not fit changes nothing and raises; of a dispatch the grants that fit are taken.
-* A result that was lost costs itself only; the events after it are applied as far as they go.
+* An event that does not fit changes nothing and raises; the grants of a dispatch that fit are applied.
+* A lost result costs only itself; the events after it are applied as far as they fit.
 * A cancelled attempt proves that its group was retired.
-* A lost worker draws no retry budget and kills nothing on its own; an episode that lost too many counts once a worker.
+* A lost worker draws no retry budget and counts as no kill; an episode that lost too many counts once per worker.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def _trim_queues(run: Run) -> None:
         while queue and queue[0].state != "queued":
             queue.popleft()
         if len(queue) > queued:
-            left = [episode for episode in queue if episode.state == "queued"]
+            queued_episodes = [episode for episode in queue if episode.state == "queued"]
             queue.clear()
-            queue.extend(left)
+            queue.extend(queued_episodes)
 
 
 def attempt_ended(state: SchedulerState, event: events.AttemptEnded, now: float) -> None:
@@ -177,17 +177,17 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
         return
     if failure.kind not in UNCOUNTED_KINDS:
         run.recent_failures.append(failure)
-        # The task does not cause an engine that is away; one that answers it wrongly again and again it may.
+        # A task does not cause an unreachable engine; it may cause one that keeps responding wrongly.
         if failure.layer != "policy" or failure.kind in BAD_RESPONSE_KINDS:
-            what = f"{failure.layer}/{failure.kind}: {failure.message}"
-            _count_kill(run, episode, what, once=failure.kind == LEASE_EXPIRED)
+            description = f"{failure.layer}/{failure.kind}: {failure.message}"
+            _count_kill(run, episode, description, once=failure.kind == LEASE_EXPIRED)
 
 
-def _count_kill(run: Run, episode: Episode, what: str, *, once: bool = False) -> None:
+def _count_kill(run: Run, episode: Episode, description: str, *, once: bool = False) -> None:
     kills = run.kills.setdefault(task_key(episode.group.task), [])
-    if once and any(line.endswith(what) for line in kills):
+    if once and any(line.endswith(description) for line in kills):
         return  # one worker was lost with several episodes of the task
-    kills.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
+    kills.append(f"episode {episode.id} attempt {episode.attempt}: {description}")
 
 
 def task_quarantined(state: SchedulerState, event: events.TaskQuarantined, now: float) -> None:

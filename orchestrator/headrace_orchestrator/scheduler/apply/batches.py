@@ -1,8 +1,8 @@
 """Transitions of batches and of the learner sessions that lease them.
 
-* A group that only pulls by name may take is served once; the others as often as the run says.
+* A group that only pulls by name may take is served once; the others as often as the run spec sets.
 * A new batch proves that the one before it was dissolved.
-* A batch definition that was lost costs itself only; its version stands, and its groups retire by events of their own.
+* A lost batch definition costs only itself; its version stands, and its groups retire by events of their own.
 """
 
 from __future__ import annotations

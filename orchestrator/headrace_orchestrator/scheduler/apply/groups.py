@@ -21,7 +21,7 @@ FAILURE_REASONS = frozenset({"failed", "incomplete"})
 """Reasons of retirement that a failed episode causes."""
 
 MAX_FAILURE = 500
-"""Characters of a failure that are kept for the learner that awaits the group: a sentence, not a traceback."""
+"""Maximum characters of a failure kept for the learner that awaits the group: a sentence, not a traceback."""
 
 
 def group_admitted(state: SchedulerState, event: events.GroupAdmitted, now: float) -> None:
@@ -48,10 +48,10 @@ def member_added(state: SchedulerState, event: events.MemberAdded, now: float) -
     run = state.runs[event.run]
     group = run.groups[event.group]
     if group.state != "open":
-        raise InternalError(f"A member is added to group {group.id}, which is {group.state}.")
+        raise InternalError(f"Group {group.id} cannot get a member: it is {group.state}.")
     group.added_members += 1
     run.selected["topped_up"] += 1
-    # The rest of its group is ahead of all that is queued.
+    # The rest of its group was dispatched before all queued episodes.
     enqueue(run, group, [event.member], first=True)
     review(run, group)
 
@@ -64,7 +64,7 @@ def group_cut(state: SchedulerState, event: events.GroupCut, now: float) -> None
 def cut(run: Run, group: Group) -> None:
     """Stop waiting for the live members of a group."""
     if group.state != "open":
-        raise InternalError(f"Group {group.id} is cut, which is {group.state}.")
+        raise InternalError(f"Group {group.id} cannot be cut: it is {group.state}.")
     group.reason = events.PARTIAL
     drop_undispatched(run, group, "GroupCut")
     review(run, group)

@@ -46,8 +46,8 @@ def evaluation_started(state: SchedulerState, event: events.EvaluationStarted, n
     run = state.runs[event.run]
     evaluation = Evaluation(event.evaluation, event.version, event.wanted, event.deadline_s, event.temperature, now)
     run.evaluations[evaluation.id] = evaluation
-    lines = sum(known.wanted for known in run.evaluations.values())
-    for old in [known for known in run.evaluations.values() if known.reason]:
+    lines = sum(other.wanted for other in run.evaluations.values())
+    for old in [other for other in run.evaluations.values() if other.reason]:
         if len(run.evaluations) <= REMEMBERED_EVALUATIONS and lines <= REMEMBERED_LINES:
             break
         del run.evaluations[old.id]

@@ -33,4 +33,4 @@ def apply(state: SchedulerState, event: AnyEvent, now: float) -> None:
     try:
         TRANSITIONS[type(event)](state, event, now)
     except KeyError as error:
-        raise InternalError(f"{type(event).__name__} is about {error}, which is not known here.") from error
+        raise InternalError(f"{type(event).__name__} names {error}, which is unknown here.") from error

@@ -1,9 +1,9 @@
 """Ends of batch leases: ack, nack, expiry, dissolution.
 
 * Until it is redelivered its holder may ack a batch whose lease ran out.
-* An ack before every shard was fetched is refused, and names those that are missing.
+* An ack before every shard was fetched is refused, and the error names the missing shards.
 * A repeated ack of the same session and generation gets the same answer; any other ack of a closed batch is refused.
-* An ack of an older generation is always superseded, be it of the same session.
+* An ack of an older generation is always superseded, even one of the same session.
 * A batch leased when its run was closed may still be acked; when its lease is over it is dissolved.
 * A batch that was given up is dissolved in any lease state; its groups are eligible again.
 """
@@ -24,7 +24,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
 def dissolve_if_out_of_bound(state: SchedulerState, run: Run, batch: OpenBatch, now: float) -> bool:
-    """Dissolve an unleased batch that is out of bound, and retire its groups that are; returns True if it was."""
+    """Dissolve an unleased batch that is out of bound, and retire its out-of-bound groups; returns True if it did."""
     reason = next(filter(None, map(run.bound_violation, batch.groups)), "")
     if not reason:
         return False
@@ -47,7 +47,7 @@ def ack(state: SchedulerState, run: Run, id: str, request: messages.AckRequest, 
         version = versions.parse_announced(run, request.version, request.weights)
     elif request.weights is not None:
         raise InvalidRequest(
-            f"The ack of batch {id} brings weights and names no version.", hint="Name the version that the step made."
+            f"The ack of batch {id} has weights but names no version.", hint="Name the version that the step made."
         )
     acked = events.BatchAcked(
         run=run.name, batch=id, generation=request.generation, version=version, weights=request.weights
@@ -62,14 +62,14 @@ def _ack_closed(state: SchedulerState, run: Run, id: str, request: messages.AckR
     closed = run.closed_batches.get(id)
     if closed is None:
         raise UnknownBatch(f"Run {run.name} has no batch {id!r}.")
-    same = (closed.session, closed.generation) == (request.session, request.generation)
+    is_repeat = (closed.session, closed.generation) == (request.session, request.generation)
     if closed.end == "acked" and request.generation < closed.generation:
         raise BatchSuperseded(
             f"Batch {id} was acked in generation {closed.generation}; this was generation {request.generation}.",
             hint="Pull the next batch.",
         )
     if closed.end == "acked":
-        if same and request.version in ("", closed.version):
+        if is_repeat and request.version in ("", closed.version):
             return messages.AckReply(epoch=state.epoch, batch=id, version=closed.version or str(run.versions.now))
         raise BatchAlreadyAcked(
             f"Batch {id} was acked by session {closed.session!r} in generation {closed.generation}.",
@@ -81,12 +81,12 @@ def _ack_closed(state: SchedulerState, run: Run, id: str, request: messages.AckR
 
 
 def _require_lease(batch: OpenBatch, learner: str, session: str, generation: int) -> None:
-    held = (batch.learner, batch.session, batch.generation) == (learner, session, generation)
-    if held and not (batch.leased or batch.lapsed):
+    is_holder = (batch.learner, batch.session, batch.generation) == (learner, session, generation)
+    if is_holder and not (batch.leased or batch.lapsed):
         raise BatchSuperseded(
             f"The lease of batch {batch.id} is over: {batch.release_reason}.", hint="Pull again: it is served again."
         )
-    if not held:
+    if not is_holder:
         raise BatchSuperseded(
             f"Batch {batch.id} is in generation {batch.generation}, "
             f"{'held by' if batch.leased else 'last held by'} session {batch.session!r} of learner {batch.learner!r}; "
@@ -117,7 +117,7 @@ def nack(state: SchedulerState, run: Run, id: str, request: messages.NackRequest
 
 
 def _open_batch(run: Run, id: str) -> OpenBatch | None:
-    """The batch; None where it was dissolved already."""
+    """The batch; None if it was already dissolved."""
     batch = run.batches.get(id)
     if batch is None:
         closed = run.closed_batches.get(id)
@@ -129,7 +129,8 @@ def _open_batch(run: Run, id: str) -> OpenBatch | None:
 
 
 def dissolve(state: SchedulerState, run: Run, id: str, reason: str, now: float, answering: int) -> None:
-    """Give a batch up, with ``answering`` pulls yet to be answered; raises UnknownBatch, or BatchAlreadyAcked."""
+    """Dissolve a batch that cannot be served; ``answering``: its pulls that are not answered yet. Raises UnknownBatch,
+    BatchAlreadyAcked."""
     batch = _open_batch(run, id)
     if batch is not None:
         unseen = len(batch.fetched) <= answering
@@ -140,9 +141,9 @@ def dissolve(state: SchedulerState, run: Run, id: str, reason: str, now: float, 
 
 def expire(state: SchedulerState, run: Run, now: float) -> None:
     """Release the batches whose leases ran out, and dissolve those out of bound."""
-    late = [batch for batch in run.batches.values() if batch.leased and batch.deadline <= now]
-    for batch in late:
+    expired = [batch for batch in run.batches.values() if batch.leased and batch.deadline <= now]
+    for batch in expired:
         release(state, run, batch, events.EXPIRED, now)
         dissolve_if_out_of_bound(state, run, batch, now)
-    if late:
+    if expired:
         follow_ups.settle(state, run, now)

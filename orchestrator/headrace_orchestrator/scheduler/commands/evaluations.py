@@ -25,9 +25,7 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
         )
     episodes = len(tasks) * request.episodes_per_task
     if episodes > MAX_REQUEST_EPISODES:
-        raise InvalidRequest(
-            f"An evaluation has at most {MAX_REQUEST_EPISODES} episodes; this one asks for {episodes}."
-        )
+        raise InvalidRequest(f"An evaluation has at most {MAX_REQUEST_EPISODES} episodes; this one has {episodes}.")
     version = parse_version(request.version) if request.version else run.versions.now
     ahead = version.lineage == run.versions.now.lineage and version.n > run.versions.now.n
     if ahead or version.lineage >= len(run.versions.forks) or run.versions.distance(version) is None:
@@ -69,7 +67,7 @@ def report(state: SchedulerState, run: Run, id: str, now: float) -> messages.Eva
 
 
 def _hold_s(run: Run, evaluation: Evaluation, now: float) -> float:
-    """Seconds that a weight sync waits for it: only while its version is the one that is served."""
+    """Seconds that a weight sync waits for it; 0 unless its version is served now."""
     return evaluation.hold_s(now) if evaluation.version == run.policy_servers.held else 0.0
 
 
@@ -81,7 +79,7 @@ def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:
 
 
 def expire(state: SchedulerState, run: Run, now: float) -> None:
-    """Cancel what is not over at the deadline."""
+    """Cancel episodes that are not over at the deadline."""
     for evaluation in list(run.active_evaluations.values()):
         if evaluation.deadline <= now and not evaluation.expired:
             evaluation.expired = True

@@ -1,12 +1,12 @@
 """Follow-up decisions after a change: top-ups, retirements, quarantine, cancellation, admission.
 
 * Between commands no group waits for a decision.
-* One dead worker neither quarantines a task nor fails a group: what a silent worker held is queued again and draws no
-  budget. An attempt that a living worker dropped draws on it, and counts towards quarantine.
-* An episode that lost ten times ``max_attempts`` workers ends at the next, so that a task that crashes its worker ends.
-* No credit lies idle; but admission runs only so far ahead of dispatch.
-* What a new version leaves behind, or a closed run leaves over, is retired in slices; none of it is served meanwhile.
-* A log that was cut between two events is finished after a replay; settling reads the state alone.
+* One dead worker neither quarantines a task nor fails a group: its attempts are queued again and draw no budget. An
+  attempt that a live worker dropped draws on the budget, and counts towards quarantine.
+* An episode that lost ten times ``max_attempts`` workers ends with the next loss: a task that crashes workers ends.
+* No credit lies idle, but admission stays a limited number of episodes ahead of dispatch.
+* Groups that a new version or a closed run leaves behind are retired in slices, and not served meanwhile.
+* After a replay, changes that a cut log left unfinished are completed; settling depends on the state alone.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 SLICE = 64
-"""Groups that one command retires: a million at once would block all requests for half a minute."""
+"""Maximum number of groups that one command retires: a million would block all requests for half a minute."""
 
-LOSSES_AN_ATTEMPT = 10
-"""Lost workers that an episode outlives, for each attempt of its budget: more than any spot market takes."""
+MAX_LOSSES_PER_ATTEMPT = 10
+"""Lost workers that an episode survives, for each attempt of its budget: more than any spot market causes."""
 
 
 def settle(state: SchedulerState, run: Run, now: float) -> None:
-    """Take all decisions that are due in a run, then admit what its credit allows."""
+    """Make all decisions that are due in a run, then admit as many groups as its credit allows."""
     if run.closed:
         stop_closed(state, run, now)
     while run.undecided:
@@ -46,7 +46,7 @@ def settle(state: SchedulerState, run: Run, now: float) -> None:
 
 
 def settle_after_replay(state: SchedulerState, now: float) -> None:
-    """Finish in every run what a cut log had begun."""
+    """Complete changes that a cut log left unfinished, in every run."""
     for run in state.runs.values():
         for evaluation in run.active_evaluations.values():
             evaluation.left = sum(group.live for group in run.evaluation_groups(evaluation))  # events may be lost
@@ -56,7 +56,7 @@ def settle_after_replay(state: SchedulerState, now: float) -> None:
 
 
 def _decide(state: SchedulerState, run: Run, group: Group, now: float) -> None:
-    """Decide on one group's next step; takes it out of ``undecided``, or nearer to that."""
+    """Take one group's next step, after which it leaves ``undecided`` or has fewer steps left."""
     if group.state == "retired":
         _stop_members(state, group, now)
     elif group.state == "acked":
@@ -103,7 +103,7 @@ def _stop_members(state: SchedulerState, group: Group, now: float) -> None:
             )
             emit(state, cancelled, now)
         elif episode.state == "queued":
-            end(state, episode, "cancelled", group.reason, f"Its group goes on without it: {group.reason}.", now)
+            end(state, episode, "cancelled", group.reason, f"Its group continues without it: {group.reason}.", now)
 
 
 def end(state: SchedulerState, episode: Episode, status: Status, kind: str, message: str, now: float) -> None:
@@ -153,7 +153,7 @@ def quarantine_if_due(state: SchedulerState, run: Run, task: Task, now: float) -
 
 
 def _quarantine_overdue(state: SchedulerState, run: Run, now: float) -> None:
-    """Quarantine tasks whose kills are in a cut log and whose quarantine is not."""
+    """Quarantine tasks whose kills are in a cut log without the quarantine that they caused."""
     limit = run.spec.retries.quarantine_after
     overdue = {key for key, kills in run.kills.items() if len(kills) >= limit and key not in run.quarantined}
     if overdue:
@@ -166,7 +166,7 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
     """Decide on an attempt whose lease ran out."""
     run = state.run_of(episode)
     if episode.state == "cancelling":
-        message = "The worker did not answer after it was told to stop."
+        message = "The worker did not report the end of the cancelled attempt."
         end(state, episode, "cancelled", episode.group.reason, message, now)
     elif run.is_quarantined(episode.group.task):
         end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
@@ -174,10 +174,10 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
         if has_attempts_left(run, episode):
             requeue(state, episode, "dropped", True, None, now)
         else:
-            message = f"Worker {episode.worker} lives and dropped attempt {episode.attempt}, the last of its budget."
+            message = f"Worker {episode.worker} is alive and dropped attempt {episode.attempt}, the last of the budget."
             end(state, episode, "failed", "dropped", message, now)
     else:
-        bound = LOSSES_AN_ATTEMPT * run.spec.retries.max_attempts
+        bound = MAX_LOSSES_PER_ATTEMPT * run.spec.retries.max_attempts
         if episode.workers_lost < bound:
             requeue(state, episode, events.WORKER_LOST, False, None, now)
         else:
@@ -187,14 +187,14 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
 
 
 def _was_dropped(state: SchedulerState, run: Run, episode: Episode) -> bool:
-    """True if the worker listed what it holds late in the term, and left this attempt out. The loss of a worker looks
-    different: its attempts were renewed with its last request, or granted only just before."""
+    """True if the worker listed its attempts late in the term, and left this one out. A lost worker leaves another
+    trace: its attempts were renewed with its last request, or granted just before it."""
     return state.holder_of(episode).listed > episode.deadline - run.spec.attempt_lease_s / 2
 
 
 def retire_out_of_bound(state: SchedulerState, run: Run, now: float) -> None:
-    """Retire a slice of what the current version has left behind. Batches that wait unleased are dissolved first;
-    leased ones stay, unless a rewind left one of their rows."""
+    """Retire a slice of the groups that the current version left behind. Unleased batches of such groups are dissolved
+    first; leased ones stay, unless a rewind left one of their rows."""
     for batch in list(run.batches.values()):
         reasons = {run.bound_violation(group) for group in batch.groups}
         if "rewound" in reasons or ("stale" in reasons and not batch.leased and not batch.lapsed):
@@ -226,19 +226,19 @@ def retire_next_slice(state: SchedulerState, run: Run, now: float) -> None:
 
 
 def cut_overdue(state: SchedulerState, run: Run, now: float) -> None:
-    """Cut the groups that have waited long enough for the rest of their members."""
-    late = [id for id, _ in takewhile(lambda item: item[1] <= now, run.cut_deadlines.items())]
-    for id in late:
+    """Cut the groups whose deadline for the rest of their members has passed."""
+    overdue = [id for id, _ in takewhile(lambda item: item[1] <= now, run.cut_deadlines.items())]
+    for id in overdue:
         del run.cut_deadlines[id]
         group = run.groups.get(id)
         if group is not None and run.waits_for_members(group):
             emit(state, events.GroupCut(run=run.name, group=id), now)
-    if late:
+    if overdue:
         settle(state, run, now)
 
 
 def evict(state: SchedulerState, run: Run, id: str, now: float) -> None:
-    """Retire a group whose stored trajectories were lost; raises UnknownGroup, or Conflict where it is in a batch."""
+    """Retire a group whose stored trajectories were lost; raises UnknownGroup, or Conflict if it is in a batch."""
     group = run.groups.get(id)
     if group is None:
         raise UnknownGroup(f"Run {run.name} has no group {id!r} in flight.")
@@ -249,16 +249,17 @@ def evict(state: SchedulerState, run: Run, id: str, now: float) -> None:
 
 
 def stop_closed(state: SchedulerState, run: Run, now: float) -> None:
-    """Stop a slice of what a closed run still does. A batch that a learner holds may still be acked."""
+    """Dissolve the unleased batches of a closed run, and retire a slice of its groups. A leased batch may still be
+    acked."""
     for batch in [batch for batch in run.batches.values() if not batch.leased]:
         emit(state, events.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
-    over = (group for group in run.groups.values() if group.state in ("open", "eligible", "acked"))
-    ends = [(group, "acked" if group.state == "acked" else "closed") for group in islice(over, SLICE)]
+    remaining = (group for group in run.groups.values() if group.state in ("open", "eligible", "acked"))
+    ends = [(group, "acked" if group.state == "acked" else "closed") for group in islice(remaining, SLICE)]
     _retire_slice(state, run, ends, now)
 
 
 def admit_ahead(state: SchedulerState, run: Run, now: float) -> None:
-    """Admit what the credit allows, up to a full queue."""
+    """Admit as many groups as the credit allows, up to a full queue."""
     while run.admits and admit_next(state, run, now):
         pass
 

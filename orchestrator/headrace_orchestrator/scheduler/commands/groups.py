@@ -1,7 +1,7 @@
 """Groups that a learner submits: awaited by id, bounded by bytes, served or ended with a reason.
 
-* The bytes held, reserved and asked for have to fit the byte bound together, before any group of a request is admitted.
-* One request admits so many episodes and no more.
+* The bytes held, reserved and requested must fit the byte bound together, before any group of a request is admitted.
+* One request admits a limited number of episodes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_GROUP_SIZE = 4096
-"""The bound of ``RunSpec.group_size``."""
+"""Maximum of ``RunSpec.group_size``."""
 
 MAX_REQUEST_EPISODES = 16_384
-"""Most episodes that one request may admit: more would block other requests for too long."""
+"""Maximum number of episodes that one request admits: more would block other requests for too long."""
 
 
 def parse_task(value: dict[str, Any], name: str) -> Task:
@@ -45,34 +45,34 @@ def parse_task(value: dict[str, Any], name: str) -> Task:
 
 def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest], now: float) -> list[str]:
     """Admit submitted groups, all or none; returns their ids."""
-    wanted: dict[str, tuple[Task, int]] = {}
+    submitted: dict[str, tuple[Task, int]] = {}
     for group in groups:
         id = group.id or state.new_id()
         size = run.spec.group_size if group.size is None else group.size
         if not 1 <= size <= MAX_GROUP_SIZE:
-            raise InvalidRequest(f"A group has 1 to {MAX_GROUP_SIZE} episodes; group {id} asks for {size}.")
-        if id in wanted or id in run.groups or id in run.submitted_ends:
+            raise InvalidRequest(f"A group has 1 to {MAX_GROUP_SIZE} episodes; group {id} has {size}.")
+        if id in submitted or id in run.groups or id in run.submitted_ends:
             raise GroupExists(f"Run {run.name} has a group {id!r} already.", hint="Give each group an id of its own.")
         task = parse_task(group.task, id)
         if run.is_quarantined(task):
             raise Conflict(f"The task of group {id} is quarantined: it killed too many attempts.")
-        wanted[id] = (task, size)
-    episodes = sum(size for _, size in wanted.values())
+        submitted[id] = (task, size)
+    episodes = sum(size for _, size in submitted.values())
     if episodes > MAX_REQUEST_EPISODES:
         raise InvalidRequest(
-            f"One request admits at most {MAX_REQUEST_EPISODES} episodes; this one asks for {episodes}.",
+            f"One request admits at most {MAX_REQUEST_EPISODES} episodes; this one has {episodes}.",
             hint="Submit the groups in several requests.",
         )
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
     _require_room(run, episodes)
-    for id, (task, size) in wanted.items():
+    for id, (task, size) in submitted.items():
         follow_ups.admit_group(state, run, id, task, size, now, submitted=True)
-    return list(wanted)
+    return list(submitted)
 
 
 def _require_room(run: Run, episodes: int) -> None:
-    """Raise Conflict where the estimated bytes of the episodes do not fit the byte bounds."""
+    """Raise Conflict if the estimated bytes of the episodes do not fit the byte bounds."""
     ledger = run.ledger
     new = episodes * ledger.estimate
     if ledger.held_bytes + ledger.reserved_bytes + new > run.spec.max_bytes:
@@ -84,5 +84,5 @@ def _require_room(run: Run, episodes: int) -> None:
     if not ledger.bounds.fit(new):
         raise Conflict(
             f"These {episodes} episodes are estimated at {new} bytes, and the bounds of the service leave no room.",
-            hint="Ack batches first, or start the service with larger bounds; an empty pull says which is full.",
+            hint="Ack batches first, or start the service with larger bounds; an empty pull names the full bound.",
         )

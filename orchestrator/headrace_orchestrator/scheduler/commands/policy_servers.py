@@ -1,13 +1,13 @@
 """The policy servers of a run, and the weights that they load.
 
 * Servers that were added, drained or removed are known after a restart.
-* A run that names no servers in its spec gets none: its workers ask those that they were started with.
-* A version that comes with weights is to be loaded by the service; one without was loaded by the learner.
+* A run that names no servers in its spec gets none: its workers use those that they were started with.
+* A version with weights is loaded by the service; one without was loaded by the learner.
 * A version that was overtaken before any server served it is skipped, and listed as skipped.
 * Weights that are served are not replaced under the same version.
-* Once a version is served, evaluations that are pinned to an older one are cancelled: nothing can answer them any more.
+* Once a version is served, evaluations that are pinned to an older one are cancelled: no server can run them any more.
 
-The current condition of the servers is not known here; the service sets it as ``reasons``.
+The current condition of the servers is unknown here; the service sets it as ``reasons``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_SERVERS = 4096
-"""Policy servers of one run: one answer lists the states of all."""
+"""Maximum number of policy servers of a run: one reply lists the states of all."""
 
 
 def _address(text: str) -> str:
@@ -41,8 +41,8 @@ def add_server(state: SchedulerState, run: Run, request: PolicyServerRequest, no
         raise Conflict(f"Run {run.name} was closed.")
     if not run.spec.policy.endpoints:
         raise Conflict(
-            f"Run {run.name} has no policy.endpoints in its spec: each worker asks the server that it was started "
-            "with, and would not ask this one.",
+            f"Run {run.name} has no policy.endpoints in its spec: each worker uses the server that it was started "
+            "with, and would not use this one.",
             hint="Name servers in policy.endpoints of a new run, or start workers with --policy-endpoint.",
         )
     if len(run.policy_servers.servers) >= MAX_SERVERS and address not in run.policy_servers.servers:
@@ -53,17 +53,17 @@ def add_server(state: SchedulerState, run: Run, request: PolicyServerRequest, no
 
 def drain_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
     """Let a server finish its requests, and give it no new ones."""
-    address = _known(run, request.address)
+    address = _known_address(run, request.address)
     if not run.policy_servers.servers[address]:
         emit(state, events.ServerDrained(run=run.name, address=address), now)
 
 
 def remove_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
     """Remove a server."""
-    emit(state, events.ServerRemoved(run=run.name, address=_known(run, request.address)), now)
+    emit(state, events.ServerRemoved(run=run.name, address=_known_address(run, request.address)), now)
 
 
-def _known(run: Run, address: str) -> str:
+def _known_address(run: Run, address: str) -> str:
     address = _address(address)
     if address not in run.policy_servers.servers:
         raise UnknownServer(
@@ -95,7 +95,7 @@ def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> 
 
 
 def weights_served(state: SchedulerState, run: Run, version: Version, weights: Weights, now: float) -> None:
-    """Note that the first server takes requests with a version."""
+    """Record that the first server takes requests with a version."""
     if run.policy_servers.held != version:
         emit(state, events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
         _cancel_unservable(state, run, now)

@@ -1,8 +1,8 @@
 """Priorities of groups in a prioritized draw, as a learner sets them.
 
-* A priority holds until it is set anew; a group starts with 1.
-* Groups that are over meanwhile are named in the answer; the others are set all the same.
-* A priority that cannot be a weight is refused, and so are priorities where no draw would use them.
+* A priority holds until it is set again; a group starts with 1.
+* Groups that are over are named in the reply; the others are set anyway.
+* A priority that cannot be a weight is refused, and so are priorities that no draw would use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_REQUEST_GROUPS = 16_384
-"""Most groups of one request, which keeps its event small."""
+"""Maximum number of groups of one request, to keep its event small."""
 
 
 def set_priorities(
@@ -39,16 +39,16 @@ def set_priorities(
     for id, priority in request.priorities.items():
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(
-                f"The priority of group {id} is {priority}; priorities lie between {MIN_PRIORITY:g} and "
+                f"The priority of group {id} is {priority}; priorities must be between {MIN_PRIORITY:g} and "
                 f"{MAX_PRIORITY:g}.",
-                hint="Only ratios matter: scale them. Leave a group that is never to be drawn out with a filter.",
+                hint="Only ratios matter: scale them. To exclude a group from draws, use a filter.",
             )
-    found = {id: priority for id, priority in request.priorities.items() if _in_flight(run.groups.get(id))}
-    if found:
-        emit(state, events.PrioritiesSet(run=run.name, priorities=found), now)
-    over = [id for id in request.priorities if id not in found]
-    return messages.PrioritiesReply(epoch=state.epoch, set=len(found), over=over)
+    in_flight = {id: priority for id, priority in request.priorities.items() if _is_in_flight(run.groups.get(id))}
+    if in_flight:
+        emit(state, events.PrioritiesSet(run=run.name, priorities=in_flight), now)
+    over = [id for id in request.priorities if id not in in_flight]
+    return messages.PrioritiesReply(epoch=state.epoch, set=len(in_flight), over=over)
 
 
-def _in_flight(group: Group | None) -> bool:
+def _is_in_flight(group: Group | None) -> bool:
     return group is not None and group.state != "retired" and group.evaluation is None

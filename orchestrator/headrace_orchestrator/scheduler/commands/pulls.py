@@ -1,15 +1,15 @@
 """Pulls: serve a batch again, or plan and form a new one.
 
-* The same request of a session is answered with the same batch; in the same generation, until that is acked.
+* The same request of a session is answered with the same batch, in the same generation, until that is acked.
 * Batches that another session of the learner left open are released and served first; oldest first.
 * A batch whose lease ran out is redelivered whole while within bound; else it is dissolved.
 * The same request of the ranks that share a session is answered with shards of one batch, under one lease.
-* A rank that comes late takes up the lease of its session; one that asks for a batch that is over gets an error.
+* A late rank renews the lease of its session; one that requests a batch that is over gets an error.
 * Only whole groups are served; ``selection`` chooses them.
-* A pull may ask for some kinds of groups; pulls that ask for different ones, or for any, go on side by side.
-* A batch is redelivered only to a pull that asks for nothing else than what it holds.
+* A pull may ask for some kinds of groups; pulls that ask for different kinds, or for any, proceed side by side.
+* A batch is redelivered only to a pull whose filter or groups it fits.
 * A pull that names groups is served exactly these, once complete.
-* A pull on an idle run admits one more group; unless the byte bound or a held batch blocks it.
+* A pull on an idle run admits one more group, unless the byte bound or a held batch blocks it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MIN_WAITING_S = 5.0
-"""Seconds that a learner counts as waiting after an empty answer, unless it asked to wait longer."""
+"""Seconds that a learner counts as waiting after an empty reply, unless its request waits longer."""
 
 
 def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: float) -> Plan:
-    """A batch, a plan to form one, or the reasons why there is none."""
+    """A batch, a plan to form one, or the reasons of an empty reply."""
     if request.groups is not None:
         _require_groups(run, request.groups)
     filter = _filter(run, request)
@@ -46,7 +46,7 @@ def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: fl
     release_other_sessions(state, run, request.learner, request.session, now)
     plan: Plan | None = _serve_held(state, run, held, request, now) or _redeliver(state, run, request, filter, now)
     if plan is None:
-        follow_ups.settle(state, run, now)  # dissolved batches may have left groups of which nothing can be served
+        follow_ups.settle(state, run, now)  # a dissolved batch may leave groups without usable results
         plan = _plan(state, run, request.groups, filter)
     if plan is None and request.groups is None:
         _admit_one_more(state, run, now)
@@ -61,7 +61,7 @@ def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: fl
 
 def _require_groups(run: Run, ids: list[str]) -> None:
     if not ids or len(set(ids)) < len(ids):
-        raise InvalidRequest("A pull names each group that it awaits once, and at least one.")
+        raise InvalidRequest("A pull that awaits groups must name at least one, and each only once.")
     for id in ids:
         group = run.groups.get(id)
         if id not in run.submitted_ends and (group is None or not group.submitted):
@@ -69,10 +69,10 @@ def _require_groups(run: Run, ids: list[str]) -> None:
 
 
 def _filter(run: Run, request: messages.PullRequest) -> GroupFilter:
-    """The filter of a pull; raises InvalidRequest where no group can ever fit it."""
+    """The filter of a pull; raises InvalidRequest if no group can ever fit it."""
     filter = GroupFilter.of(request.environments, request.tags)
     if filter != EVERYTHING and request.groups is not None:
-        raise InvalidRequest("A pull names either the groups that it awaits or their kind, not both.")
+        raise InvalidRequest("A pull may name groups or kinds of groups, not both.")
     if run.task_kinds is not None and not any(map(filter.fits, run.task_kinds)) and run.task_kinds:
         raise InvalidRequest(
             f"Run {run.name} has no task of {filter}; the pull would wait forever.",
@@ -90,15 +90,15 @@ def _retire_out_of_bound(state: SchedulerState, run: Run, ids: list[str], now: f
 
 
 def _held_batch(run: Run, request: messages.PullRequest) -> OpenBatch | None:
-    """The batch that this very request of the session holds. Raises BatchSuperseded where it is over, as for a rank
-    that comes too late; InvalidRequest where the ranks disagree on their number."""
+    """The batch that the session already holds for this request. Raises BatchSuperseded if that batch is over, as for a
+    rank that comes too late; InvalidRequest if the ranks disagree on their number."""
     holder = (request.learner, request.session)
     for batch in run.batches.values():
-        held = (batch.learner, batch.session) == holder and (batch.leased or (batch.lapsed and batch.shards > 1))
-        if held and (batch.id == request.batch if request.batch else batch.request == request.request):
+        is_held = (batch.learner, batch.session) == holder and (batch.leased or (batch.lapsed and batch.shards > 1))
+        if is_held and (batch.id == request.batch if request.batch else batch.request == request.request):
             if batch.shards != request.shards:
                 raise InvalidRequest(
-                    f"Session {request.session!r} pulled batch {batch.id} in {batch.shards} shards; this pull asks for "
+                    f"Session {request.session!r} pulled batch {batch.id} in {batch.shards} shards; this pull is for "
                     f"shard {request.shard} of {request.shards}.",
                     hint="All ranks give the same number of shards; with another number, start a new session.",
                 )
@@ -110,7 +110,7 @@ def _held_batch(run: Run, request: messages.PullRequest) -> OpenBatch | None:
     if over:
         raise BatchSuperseded(
             f"Session {request.session!r} cannot fetch batch {over}: it {_end_of(run, over)}.",
-            hint="Pull on, as the other ranks do. A learner that was started again takes a new session.",
+            hint="Keep pulling, as the other ranks do. A restarted learner uses a new session.",
             batch=over,
         )
     return None
@@ -120,16 +120,16 @@ def _end_of(run: Run, id: str) -> str:
     """The end of a batch that a session once held, as the predicate of a sentence."""
     batch, closed = run.batches.get(id), run.closed_batches.get(id)
     if batch is not None:
-        return f"was released ({batch.release_reason})" if not batch.leased else "is leased anew"
+        return f"was released ({batch.release_reason})" if not batch.leased else "was leased again"
     if closed is None:
-        return "is not known"
+        return "is unknown"
     return "was acked" if closed.end == "acked" else f"was dissolved ({closed.reason})"
 
 
 def _serve_held(
     state: SchedulerState, run: Run, batch: OpenBatch | None, request: messages.PullRequest, now: float
 ) -> Redeliver | None:
-    """Serve the batch that this very request holds already, and renew its lease."""
+    """Serve the batch that the session already holds for this request, and renew its lease."""
     if batch is None:
         return None
     if batch.lapsed or request.shard not in batch.fetched:
@@ -143,20 +143,20 @@ def _redeliver(
     state: SchedulerState, run: Run, request: messages.PullRequest, filter: GroupFilter, now: float
 ) -> Redeliver | None:
     """Lease the oldest batch that waits to be pulled again, and dissolve those before it that are out of bound."""
-    wanted = None if request.groups is None else set(request.groups)
+    awaited = None if request.groups is None else set(request.groups)
     for batch in list(run.batches.values()):
         if batch.leased or run.closed:
             continue
         if dissolve_if_out_of_bound(state, run, batch, now):
             continue
         ids = {group.id for group in batch.groups}
-        if wanted is None:
+        if awaited is None:
             fits = run.is_for_any_pull(batch.groups[0]) and all(
                 filter.fits(kind_of(group.task)) for group in batch.groups
             )
         else:
-            fits = ids == wanted
-            if not fits and ids & wanted:
+            fits = ids == awaited
+            if not fits and ids & awaited:
                 # Awaited groups must not stay in a batch that no learner pulls.
                 emit(state, events.BatchDissolved(run=run.name, batch=batch.id, reason="its groups are awaited"), now)
         if fits:
@@ -194,7 +194,7 @@ def lease(
 def _plan(state: SchedulerState, run: Run, awaited: list[str] | None, filter: GroupFilter) -> Form | None:
     order: str = run.spec.selection.order
     if run.closed:
-        return None  # its remaining groups are still to be retired
+        return None  # its remaining groups wait to be retired
     if awaited is None:
         groups = selection.choose(run, filter)
     else:
@@ -220,8 +220,8 @@ def _admit_one_more(state: SchedulerState, run: Run, now: float) -> None:
 
 
 def form(state: SchedulerState, run: Run, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
-    """Freeze a planned batch and lease it. Raises Conflict where its groups are not eligible any more, the run has
-    another version or was closed, SessionSuperseded where a newer session of the learner came meanwhile."""
+    """Freeze a planned batch and lease it. Raises Conflict if its groups are not eligible any more, the run has
+    another version or was closed, SessionSuperseded if the learner has a newer session."""
     require_session(run, request.learner, request.session, request.shard, request.shards)
     if run.closed:
         raise Conflict(f"Run {run.name} was closed; the batch cannot be formed.", hint="Pull again.")

@@ -1,10 +1,10 @@
-"""Resume: the batches that a learner gets back after it was started again.
+"""Resume: the batches that a restarted learner gets back.
 
 * It gets exactly the batches that its earlier sessions leased and never acked, as long as they are within bound.
-* The reply names the others, and why it cannot get them.
-* What it gave back itself is not among them.
+* The reply names the others, with the reason why it cannot get them.
+* Batches that it nacked are not among them.
 * From then on requests of earlier sessions are refused, so that a late one takes no batch.
-* Asked again by the same session, the answer is the same, but for what was acked meanwhile.
+* A repeated request of the same session gets the same reply, without batches that were acked meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 RESUMED = "resumed"
-"""Request id in the leases of resumed batches, which no pull asked for."""
+"""Request id in the leases of resumed batches, which no pull requested."""
 
 
 def resume(state: SchedulerState, run: Run, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
@@ -35,8 +35,8 @@ def resume(state: SchedulerState, run: Run, request: messages.ResumeRequest, now
         emit(state, started, now)
     release_other_sessions(state, run, request.learner, request.session, now)
     served = [batch.id for batch in run.batches.values() if _was_resumed(batch, request)]
-    left = [batch for batch in run.batches.values() if batch.learner == request.learner and _was_left(batch)]
-    for batch in left:
+    remaining = [batch for batch in run.batches.values() if batch.learner == request.learner and _was_left(batch)]
+    for batch in remaining:
         if not run.closed and not dissolve_if_out_of_bound(state, run, batch, now):
             pull = messages.PullRequest(
                 learner=request.learner, session=request.session, request=RESUMED, shards=request.shards
@@ -48,7 +48,7 @@ def resume(state: SchedulerState, run: Run, request: messages.ResumeRequest, now
 
 
 def _was_resumed(batch: OpenBatch, request: messages.ResumeRequest) -> bool:
-    """True if an earlier answer gave the batch to this session."""
+    """True if an earlier reply gave the batch to this session."""
     held = batch.leased and (batch.learner, batch.session) == (request.learner, request.session)
     return held and batch.request == RESUMED
 

@@ -1,4 +1,4 @@
-"""Learners and their sessions: which session is current, and what the learner does.
+"""Learners: their current sessions and their activities.
 
 * An earlier session of a learner is refused once a newer one took its place.
 * Batches that another session of the learner left open are released.
@@ -15,7 +15,7 @@ from headrace_orchestrator.scheduler.state.run import LearnerActivity, Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_SHARDS = 4096
-"""Ranks of the largest learner that is expected; more is a mistake."""
+"""Maximum number of ranks of a learner; more are taken for a mistake."""
 
 
 def require_session(run: Run, learner: str, session: str, shard: int, shards: int) -> None:
@@ -57,7 +57,7 @@ def activity_of(run: Run, learner: str, now: float) -> LearnerActivity:
 
 
 def doing(state: SchedulerState, run: Run, request: messages.DoingRequest, now: float) -> None:
-    """Take a learner's report of what it is doing, and renew all its batch leases."""
+    """Record a learner's report of its activity, and renew all its batch leases."""
     activity = activity_of(run, request.learner, now)
     activity.doing = request.doing
     activity.reported_at = now

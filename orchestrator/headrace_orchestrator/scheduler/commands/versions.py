@@ -1,7 +1,7 @@
 """Announcements of versions, and rewinds to an earlier one.
 
-* A version follows the one before in its lineage; gaps are versions that were skipped. The same again changes nothing.
-* What an announcement leaves too far behind is retired as a unit; a leased batch may still be acked.
+* A version follows the one before in its lineage; gaps are versions that were skipped. Repeating one changes nothing.
+* Groups that an announcement leaves too far behind are retired as a unit; a leased batch may still be acked.
 * A rewind opens a lineage; groups with a row above the fork retire, batches with such a group are dissolved.
 """
 
@@ -20,7 +20,7 @@ from headrace_orchestrator.scheduler.state.versions import parse_version
 
 
 def parse_announced(run: Run, text: str, weights: Weights | None) -> Version:
-    """The announced version; raises where it does not follow the current version, or has other weights already."""
+    """The announced version; raises if it does not follow the current version, or already has other weights."""
     version = parse_version(text)
     now = run.versions.now
     if version.lineage >= len(run.versions.forks):
@@ -41,8 +41,8 @@ def announce(state: SchedulerState, run: Run, request: messages.VersionRequest, 
     """Announce a new version, or the weights of the current one."""
     weights = request.weights
     version = parse_announced(run, request.version, weights)
-    known = weights is None or (version, weights) == (run.policy_servers.target, run.policy_servers.weights)
-    if version != run.versions.now or not known:
+    is_repeat = weights is None or (version, weights) == (run.policy_servers.target, run.policy_servers.weights)
+    if version != run.versions.now or not is_repeat:
         emit(state, events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
         follow_ups.retire_out_of_bound(state, run, now)
         follow_ups.settle(state, run, now)

@@ -1,1 +1,1 @@
-"""Questions that the scheduler answers without changing anything."""
+"""Read-only queries of the scheduler's state."""

@@ -13,7 +13,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
 def durable_values(state: SchedulerState) -> dict[str, Any]:
-    """The durable state, without what is soft."""
+    """The durable state, without soft fields."""
     return {
         "runs": {name: _durable_run(run) for name, run in state.runs.items()},
         "attempts": {

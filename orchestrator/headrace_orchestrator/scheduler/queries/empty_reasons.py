@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from headrace.wire.messages import Reason
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
@@ -15,13 +16,13 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 FAILING_SHARE = 0.5
-"""Share of the last attempts that failed in one layer, from which on the layer is reported as failing."""
+"""Share of failures in one layer among the last attempts, from which the layer is reported as failing."""
 
-FAILING_LEAST = 4
-"""Failures in one layer below which it is not reported as failing."""
+MIN_FAILURES = 4
+"""Minimum number of failures in a layer that is reported as failing."""
 
 NAMED_SHARDS = 8
-"""Missing shards that a message names one by one."""
+"""Maximum number of missing shards that a message names."""
 
 
 def empty_reasons(
@@ -31,12 +32,17 @@ def empty_reasons(
     if run.closed:
         return [Reason(code="closed", message=f"Run {run.name} was closed.")], True
     if awaited is not None:
-        ended = _ended(run, awaited)
+        ended = [_end(run, id) for id in awaited if id in run.submitted_ends]
         if ended:
             return ended, True
     elif run.done_for(filter):
         return _finished(run, filter), True
-    reasons = run.policy_servers.reasons + _blocked(run, awaited) + _filtered(run, filter) + _starved(state, run, now)
+    reasons = [
+        *run.policy_servers.reasons,
+        *_blocked(run, awaited),
+        *_filtered(run, filter),
+        *_starved(state, run, now),
+    ]
     if awaited is None and run.exhausted:
         reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:
@@ -44,12 +50,8 @@ def empty_reasons(
     return reasons, False
 
 
-def _ended(run: Run, awaited: list[str]) -> list[Reason]:
-    """Reasons of awaited groups that will not be served."""
-    return [_end(run, id) for id in awaited if id in run.submitted_ends]
-
-
 def _end(run: Run, id: str) -> Reason:
+    """The reason why an awaited group will not be served."""
     reason, failure = run.submitted_ends[id], run.submitted_failures.get(id, "")
     message = f"Group {id} was retired ({reason}) and will not be served."
     facts = {"group": id, "reason": reason}
@@ -70,116 +72,88 @@ def _finished(run: Run, filter: GroupFilter) -> list[Reason]:
     return [Reason(code="groups-left", message=message, facts=facts)]
 
 
-def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
+def _blocked(run: Run, awaited: list[str] | None) -> Iterator[Reason]:
     """Reasons that stop admission, or hold eligible groups back."""
     held = [batch for batch in run.batches_for_any_pull() if batch.leased]
-    reasons = _held_batches(run, held) if awaited is None else _awaited_in_batches(run, awaited)
-    reasons += _missing_shards(run) + _byte_bound(run) + _shared_bounds(run.ledger.bounds)
+    yield from _held_batches(run, held) if awaited is None else _awaited_in_batches(run, awaited)
+    yield from _missing_shards(run)
+    yield from _byte_bound(run)
+    yield from _shared_bounds(run.ledger.bounds)
     if not run.has_own_source and not run.open and not len(run.eligible) and not held and awaited is None:
-        reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
-    return reasons
+        yield Reason(code="no-tasks", message="No groups are submitted.", facts={})
 
 
-def _awaited_in_batches(run: Run, awaited: list[str]) -> list[Reason]:
-    batches = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
-    return [
-        Reason(
-            code="batches-held",
-            message=f"Group {id} is in batch {batch}, which is held unacked.",
-            facts={"group": id, "batch": batch},
-        )
-        for id, batch in batches.items()
-    ]
+def _awaited_in_batches(run: Run, awaited: list[str]) -> Iterator[Reason]:
+    for id in awaited:
+        if batch := run.groups[id].batch:
+            yield Reason(
+                code="batches-held",
+                message=f"Group {id} is in batch {batch}, which is held unacked.",
+                facts={"group": id, "batch": batch},
+            )
 
 
-def _held_batches(run: Run, held: list[OpenBatch]) -> list[Reason]:
+def _held_batches(run: Run, held: list[OpenBatch]) -> Iterator[Reason]:
     bound = run.spec.max_staleness
     if len(held) > bound:
         more = f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
     elif held and not run.open and not run.ledger.free:
         more = "Nothing more is admitted before an ack, or before the groups that are ready are taken or go stale."
     else:
-        return []
-    return [
-        Reason(
-            code="batches-held",
-            message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
-            facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
-        )
-    ]
+        return
+    yield Reason(
+        code="batches-held",
+        message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
+        facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
+    )
 
 
-def _missing_shards(run: Run) -> list[Reason]:
-    return [
-        Reason(
-            code="shards-not-fetched",
-            message=(
-                f"Batch {batch.id} waits for learner {batch.learner!r}: "
-                f"{name_shards(batch.missing, batch.shards)} not fetched."
-            ),
-            facts={"batch": batch.id, "learner": batch.learner, "missing": batch.missing, "shards": batch.shards},
-        )
-        for batch in run.batches.values()
-        if batch.leased and batch.missing
-    ]
+def _missing_shards(run: Run) -> Iterator[Reason]:
+    for batch in run.batches.values():
+        if batch.leased and batch.missing:
+            shards = name_shards(batch.missing, batch.shards)
+            yield Reason(
+                code="shards-not-fetched",
+                message=f"Batch {batch.id} waits for learner {batch.learner!r}: {shards} not fetched.",
+                facts={"batch": batch.id, "learner": batch.learner, "missing": batch.missing, "shards": batch.shards},
+            )
 
 
-def _byte_bound(run: Run) -> list[Reason]:
-    ledger = run.ledger
-    if not ledger.own_full:
-        return []
-    return [
-        Reason(
+def _byte_bound(run: Run) -> Iterator[Reason]:
+    held, reserved, bound = run.ledger.held_bytes, run.ledger.reserved_bytes, run.spec.max_bytes
+    if run.ledger.own_full:
+        yield Reason(
             code="byte-bound",
             message=(
-                f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; "
-                f"the bound is {run.spec.max_bytes}. Admission stops until groups retire."
+                f"Groups in flight hold {held} bytes and {reserved} more are reserved; the bound is {bound}. "
+                "Admission stops until groups retire."
             ),
-            facts={
-                "held_bytes": ledger.held_bytes,
-                "reserved_bytes": ledger.reserved_bytes,
-                "max_bytes": run.spec.max_bytes,
-            },
+            facts={"held_bytes": held, "reserved_bytes": reserved, "max_bytes": bound},
         )
-    ]
 
 
-def _shared_bounds(bounds: SharedBounds) -> list[Reason]:
+def _shared_bounds(bounds: SharedBounds) -> Iterator[Reason]:
     """Reasons of shared bounds that stop admission."""
-    reasons: list[Reason] = []
-    reserved = bounds.reserved_bytes
+    held, stored, reserved = bounds.held_bytes, bounds.disk_bytes, bounds.reserved_bytes
     if bounds.held_full:
-        reasons.append(
-            Reason(
-                code="service-byte-bound",
-                message=(
-                    f"Groups in flight of all runs hold {bounds.held_bytes} bytes and {reserved} more are reserved; "
-                    f"the bound of the service is {bounds.max_held_bytes}. Admission stops until groups retire."
-                ),
-                facts={
-                    "held_bytes": bounds.held_bytes,
-                    "reserved_bytes": reserved,
-                    "max_held_bytes": bounds.max_held_bytes,
-                },
-            )
+        yield Reason(
+            code="service-byte-bound",
+            message=(
+                f"Groups in flight of all runs hold {held} bytes and {reserved} more are reserved; the bound of the "
+                f"service is {bounds.max_held_bytes}. Admission stops until groups retire."
+            ),
+            facts={"held_bytes": held, "reserved_bytes": reserved, "max_held_bytes": bounds.max_held_bytes},
         )
     if bounds.disk_full:
-        reasons.append(
-            Reason(
-                code="disk-bound",
-                message=(
-                    f"{bounds.disk_bytes} bytes are stored and {reserved} more are reserved; the bound of the disk is "
-                    f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule "
-                    f"that keeps less, or raise the bound."
-                ),
-                facts={
-                    "disk_bytes": bounds.disk_bytes,
-                    "reserved_bytes": reserved,
-                    "max_disk_bytes": bounds.max_disk_bytes,
-                },
-            )
+        yield Reason(
+            code="disk-bound",
+            message=(
+                f"{stored} bytes are stored and {reserved} more are reserved; the bound of the disk is "
+                f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule that keeps "
+                "less, or raise the bound."
+            ),
+            facts={"disk_bytes": stored, "reserved_bytes": reserved, "max_disk_bytes": bounds.max_disk_bytes},
         )
-    return reasons
 
 
 def name_shards(missing: list[int], of: int) -> str:
@@ -189,73 +163,63 @@ def name_shards(missing: list[int], of: int) -> str:
     return f"shard{'s' if len(missing) > 1 else ''} {named}{more} of {of} {'were' if len(missing) > 1 else 'was'}"
 
 
-def _filtered(run: Run, filter: GroupFilter) -> list[Reason]:
-    """A reason that counts what is ready and does not fit the filter."""
+def _filtered(run: Run, filter: GroupFilter) -> Iterator[Reason]:
+    """A reason that counts the ready groups and batches that do not fit the filter."""
     if filter == EVERYTHING:
-        return []
+        return
     others = len(run.eligible) - run.eligible.count(filter)
     batches = sum(
         not batch.leased and not all(filter.fits(kind_of(group.task)) for group in batch.groups)
         for batch in run.batches_for_any_pull()
     )
-    if not others and not batches:
-        return []
-    counted = [(others, "group", "groups"), (batches, "released batch", "released batches")]
-    ready = " and ".join(_count(number, one, many) for number, one, many in counted if number)
-    return [
-        Reason(
+    if others or batches:
+        counts = [(others, "group", "groups"), (batches, "released batch", "released batches")]
+        ready = " and ".join(_count(number, one, many) for number, one, many in counts if number)
+        yield Reason(
             code="filtered",
             message=f"The groups that are ready do not fit this pull ({filter}): {ready}.",
             facts={"groups": others, "batches": batches},
         )
-    ]
 
 
-def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
+def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     """Reasons that keep admitted groups from becoming complete."""
-    return [
-        *_no_workers(state, run, now),
-        *_saturated(run),
-        *_failing(run, now),
-        *_evaluation_hold(run, now),
-        *_stale(run),
-        *_zero_variance(run),
-        *_too_long(run),
-        *_quarantined(run),
-    ]
+    yield from _no_workers(state, run, now)
+    yield from _saturated(run)
+    yield from _failing(run, now)
+    yield from _evaluation_hold(run, now)
+    yield from _stale(run)
+    yield from _zero_variance(run)
+    yield from _too_long(run)
+    if number := len(run.quarantined):
+        message = f"{_count(number, 'task')} quarantined: each killed too many attempts."
+        yield Reason(code="quarantined", message=message, facts={"tasks": number})
 
 
-def _no_workers(state: SchedulerState, run: Run, now: float) -> list[Reason]:
+def _no_workers(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     queued = run.queued + run.evaluation_queued
     pool = run.spec.pool
     live = state.workers.live(pool, now)
     fit = [worker for worker in live if run.capabilities <= worker.capabilities]
     if queued and not fit:
-        lacking = f" that offer {sorted(run.capabilities)}" if live else ""
-        return [
-            Reason(
-                code="no-workers",
-                message=f"no workers in pool {pool!r}{lacking}: {_count(queued, 'episode')} queued",
-                facts={"pool": pool, "queued": queued, "workers": len(live)},
-            )
-        ]
-    if queued and all(worker.name in state.workers.draining for worker in fit):
-        return [
-            Reason(
-                code="draining",
-                message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
-                facts={"pool": pool, "queued": queued, "workers": len(fit)},
-            )
-        ]
-    return []
+        offer = f" that offer {sorted(run.capabilities)}" if live else ""
+        yield Reason(
+            code="no-workers",
+            message=f"no workers in pool {pool!r}{offer}: {_count(queued, 'episode')} queued",
+            facts={"pool": pool, "queued": queued, "workers": len(live)},
+        )
+    elif queued and all(worker.name in state.workers.draining for worker in fit):
+        yield Reason(
+            code="draining",
+            message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
+            facts={"pool": pool, "queued": queued, "workers": len(fit)},
+        )
 
 
-def _saturated(run: Run) -> list[Reason]:
+def _saturated(run: Run) -> Iterator[Reason]:
     slots = run.concurrency_cap.slots
-    if not run.queued or run.concurrency_cap.room(run.leased):
-        return []
-    return [
-        Reason(
+    if run.queued and not run.concurrency_cap.room(run.leased):
+        yield Reason(
             code="policy-saturated",
             message=(
                 f"By their metrics the policy servers take {_count(slots or 0, 'episode')} at a time: "
@@ -263,16 +227,13 @@ def _saturated(run: Run) -> list[Reason]:
             ),
             facts={"attainable": slots, "leased": run.leased, "queued": run.queued},
         )
-    ]
 
 
-def _evaluation_hold(run: Run, now: float) -> list[Reason]:
-    holding = [evaluation for evaluation in run.active_evaluations.values() if evaluation.left]
-    if not holding or not run.evaluation_leased:
-        return []
-    longest = max(holding, key=lambda evaluation: evaluation.hold_s(now))
-    return [
-        Reason(
+def _evaluation_hold(run: Run, now: float) -> Iterator[Reason]:
+    unfinished = [evaluation for evaluation in run.active_evaluations.values() if evaluation.left]
+    if unfinished and run.evaluation_leased:
+        longest = max(unfinished, key=lambda evaluation: evaluation.hold_s(now))
+        yield Reason(
             code="evaluation-hold",
             message=(
                 f"Evaluation {longest.id} of version {longest.version} runs: {longest.left} of {longest.wanted} "
@@ -280,16 +241,12 @@ def _evaluation_hold(run: Run, now: float) -> list[Reason]:
             ),
             facts={"evaluation": longest.id, "left": longest.left, "hold_s": longest.hold_s(now)},
         )
-    ]
 
 
-def _stale(run: Run) -> list[Reason]:
-    stale = run.stale_since_batch
-    if not stale:
-        return []
-    hint = " Does the policy server serve that version?" if run.only_goes_stale else ""
-    return [
-        Reason(
+def _stale(run: Run) -> Iterator[Reason]:
+    if stale := run.stale_since_batch:
+        hint = " Does the policy server serve that version?" if run.only_goes_stale else ""
+        yield Reason(
             code="all-stale",
             message=(
                 f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
@@ -297,48 +254,23 @@ def _stale(run: Run) -> list[Reason]:
             ),
             facts={"stale": stale, "max_staleness": run.spec.max_staleness},
         )
-    ]
 
 
-def _quarantined(run: Run) -> list[Reason]:
-    number = len(run.quarantined)
-    if not number:
-        return []
-    return [
-        Reason(
-            code="quarantined",
-            message=f"{_count(number, 'task')} quarantined: each killed too many attempts.",
-            facts={"tasks": number},
-        )
-    ]
-
-
-def _zero_variance(run: Run) -> list[Reason]:
+def _zero_variance(run: Run) -> Iterator[Reason]:
     """A reason that counts the zero-variance groups kept from the next batch."""
-    number = run.zero_variance_since_batch
-    if not number:
-        return []
-    if run.spec.zero_variance == "drop":
-        what = "were dropped; the batch will be smaller by them."
-    else:
-        most = run.max_replaced
-        what = f"were replaced; after {most} such groups are served as they are."
-    return [
-        Reason(
-            code="zero-variance",
-            message=f"Since the last batch {_count(number, 'group')} whose returns are all equal {what}",
-            facts={"groups": number},
-        )
-    ]
+    if number := run.zero_variance_since_batch:
+        if run.spec.zero_variance == "drop":
+            effect = "were dropped; the batch will be smaller by them."
+        else:
+            effect = f"were replaced; after {run.max_replaced} such groups are served as they are."
+        message = f"Since the last batch {_count(number, 'group')} whose returns are all equal {effect}"
+        yield Reason(code="zero-variance", message=message, facts={"groups": number})
 
 
-def _too_long(run: Run) -> list[Reason]:
+def _too_long(run: Run) -> Iterator[Reason]:
     """A reason that counts groups that fit into no bin. If all are too long, the run never has a batch."""
-    number = run.too_long_since_batch
-    if not number:
-        return []
-    return [
-        Reason(
+    if number := run.too_long_since_batch:
+        yield Reason(
             code="row-too-long",
             message=(
                 f"Since the last batch {_count(number, 'group')} had a row longer than {run.spec.bin_tokens} tokens, "
@@ -346,31 +278,28 @@ def _too_long(run: Run) -> list[Reason]:
             ),
             facts={"groups": number, "bin_tokens": run.spec.bin_tokens},
         )
-    ]
 
 
-def _failing(run: Run, now: float) -> list[Reason]:
+def _failing(run: Run, now: float) -> Iterator[Reason]:
     """A reason that names the layer in which most of the last attempts failed, if they are many."""
     layers = Counter(failure.layer for failure in run.recent_failures if failure is not None)
     if not layers:
-        return []
+        return
     ((layer, failed),) = layers.most_common(1)
-    if failed < max(FAILING_LEAST, FAILING_SHARE * len(run.recent_failures)):
-        return []
+    if failed < max(MIN_FAILURES, FAILING_SHARE * len(run.recent_failures)):
+        return
     last = next(failure for failure in reversed(run.recent_failures) if failure is not None and failure.layer == layer)
-    slowed = ""
+    backoff = ""
     if run.failure_backoff.since is not None:
-        slowed = f" One attempt at a time is tried, the next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
-    return [
-        Reason(
-            code=f"{layer}-failing",
-            message=(
-                f"The {layer} is failing: {failed} of the last {len(run.recent_failures)} attempts failed there, "
-                f"the last with {last.kind}: {last.message}{slowed}"
-            ),
-            facts={"failed": failed, "of": len(run.recent_failures), "kind": last.kind},
-        )
-    ]
+        backoff = f" One attempt at a time is tried, the next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
+    yield Reason(
+        code=f"{layer}-failing",
+        message=(
+            f"The {layer} is failing: {failed} of the last {len(run.recent_failures)} attempts failed there, "
+            f"the last with {last.kind}: {last.message}{backoff}"
+        ),
+        facts={"failed": failed, "of": len(run.recent_failures), "kind": last.kind},
+    )
 
 
 def _collecting(run: Run, awaited: list[str] | None, filter: GroupFilter) -> Reason:
@@ -381,12 +310,12 @@ def _collecting(run: Run, awaited: list[str] | None, filter: GroupFilter) -> Rea
         need = len(awaited)
     else:
         ready, need = run.eligible.count(filter), run.ledger.batch_groups
-    # More groups than a batch needs are ready where no learner pulls.
-    enough = f"{ready} groups ready, a batch needs {need}"
-    done = enough if ready > need else f"{ready} of {_count(need, 'group')} ready"
+    # More groups than a batch needs are ready if no learner pulls.
+    surplus = f"{ready} groups ready, a batch needs {need}"
+    progress = surplus if ready > need else f"{ready} of {_count(need, 'group')} ready"
     return Reason(
         code="collecting",
-        message=f"{done}; {_count(leased, 'episode')} at workers, {queued} queued.",
+        message=f"{progress}; {_count(leased, 'episode')} at workers, {queued} queued.",
         facts={"ready": ready, "batch_groups": need, "leased": leased, "queued": queued},
     )
 

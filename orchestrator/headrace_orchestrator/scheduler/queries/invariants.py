@@ -2,9 +2,9 @@
 
 * Groups in flight are exactly the run's own groups that are not retired.
 * Each group's state agrees with its members' states; a complete group has released its members.
-* No group waits for a decision between commands; but what is out of bound is retired in slices.
+* No group waits for a decision between commands, except out-of-bound groups, which are retired in slices.
 * An attempt is held by exactly the worker that it was granted to.
-* A group in a batch is in exactly one and is leased; what is in no batch is not.
+* A group in a batch is in exactly one and is leased; a group in no batch is not leased.
 * Bytes held and episodes reserved are those of the groups in flight.
 * No grant goes beyond the concurrency cap.
 * Every index agrees with the episodes and groups; queues, eligible groups and counts are indexes.
@@ -22,7 +22,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
 def check_invariants(state: SchedulerState) -> None:
-    """Raise AssertionError, with the history, where an invariant does not hold."""
+    """Raise AssertionError, with the history, if an invariant does not hold."""
     held: dict[str, str] = {}
     for worker in state.workers.by_name.values():
         for id, episode in worker.attempts.items():
@@ -110,7 +110,7 @@ def _check_group(run: Run, group: Group) -> None:
     _require(group.usable == usable, f"it counts {group.usable} usable members: {context}")
     _require(not group.members or group.state not in COMPLETE, f"its members should be released: {context}")
     _require(group.state != "acked", f"it should be retired: {context}")
-    _require(group.cut or not members["cancelling"], f"a member of a group in flight is told to stop: {context}")
+    _require(group.cut or not members["cancelling"], f"a member of a group in flight is being cancelled: {context}")
     if (
         group.evaluation is None
         and run.spec.short_groups == "top_up"
@@ -124,7 +124,7 @@ def _check_group(run: Run, group: Group) -> None:
         violation = run.bound_violation(group)
         _require(run.retiring or not violation, f"it is {violation}: {context}")
     if group.state != "open":
-        _require(usable > 0 or group.damaged, f"nothing of it can be served: {context}")
+        _require(usable > 0 or group.damaged, f"it has no usable members: {context}")
 
 
 def _check_batches(run: Run) -> None:
@@ -149,8 +149,8 @@ def _check_indexes(run: Run) -> None:
         if group.state == "eligible":
             (eligible if run.is_for_any_pull(group) else eligible_by_name).add(group, run.versions)
     for kept, rebuilt in ((run.eligible, eligible), (run.eligible_by_name, eligible_by_name)):
-        found, right = kept.contents(), rebuilt.contents()
-        _require(found == right, f"run {run.name} has {found} in its index as eligible; {right} is right")
+        actual, expected = kept.contents(), rebuilt.contents()
+        _require(actual == expected, f"run {run.name} has {actual} in its index as eligible, not {expected}")
     is_open = [group.id for group in run.groups.values() if group.state == "open"]
     _require(list(run.open_groups) == is_open, f"run {run.name} lists {list(run.open_groups)} as open; {is_open} are")
 

@@ -1,11 +1,11 @@
 """Selection of the eligible groups for the next batch.
 
-* A batch takes whole groups: as many as the run says, or up to its budget of tokens.
-* A batch that zero-variance groups were dropped from is smaller by them; where they are replaced it is not.
+* A batch takes whole groups: as many as the run spec sets, or up to its budget of tokens.
+* A batch is smaller by the zero-variance groups dropped from it; groups that are replaced do not shrink it.
 * Fifo and lifo go by dispatch order; uniform and prioritized draw without replacement, by exact weights.
 * A draw depends on the run's seed, the batches formed so far and the eligible groups alone; a replay draws the same.
 * Groups that do not fit the filter of a pull are not taken.
-* Selection reads the groups that it takes, not those that it leaves.
+* Selection reads only the groups that it takes.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def _is_last(run: Run) -> bool:
 
 
 class _SeededDraw:
-    """Random numbers that depend on the seed, the batch and their place alone."""
+    """Random numbers that depend only on the seed, the batch and their place."""
 
     def __init__(self, seed: int, batch: int) -> None:
         self._key = f"choice/{seed}/{batch}"
         self._drawn = 0
 
     def below(self, bound: int) -> int:
-        """A number below the bound. 512 bits are so many more than a bound has that the remainder is not biased."""
+        """A number below the bound. With 512 bits the bias of the remainder is negligible."""
         digest = hashlib.blake2b(f"{self._key}/{self._drawn}".encode()).digest()
         self._drawn += 1
         return int.from_bytes(digest, "little") % bound

@@ -1,4 +1,4 @@
-"""Runs, groups and workers as pages show them."""
+"""Runs, groups and workers as status replies show them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
-LISTED = 1000
-"""Most groups of one list: a run may hold a hundred thousand, and a list must not delay other requests."""
+MAX_LISTED = 1000
+"""Maximum number of groups in one list: a run may hold a hundred thousand, and a list must not delay other requests."""
 
 
 def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
@@ -66,10 +66,10 @@ def worker_statuses(state: SchedulerState, now: float) -> list[messages.WorkerSt
 
 
 def groups(run: Run) -> list[dict[str, Any]]:
-    """The ``LISTED`` groups in flight that were admitted first; a complete one lists its usable trajectories instead of
+    """The ``MAX_LISTED`` groups in flight that were admitted first; a complete one lists its usable trajectories, not
     its members."""
     in_flight = (group for group in run.groups.values() if group.state != "retired")
-    return [_group(group) for group in islice(in_flight, LISTED)]
+    return [_group(group) for group in islice(in_flight, MAX_LISTED)]
 
 
 def _group(group: Group) -> dict[str, Any]:

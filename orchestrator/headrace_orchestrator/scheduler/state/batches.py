@@ -19,10 +19,10 @@ NACKED = "nacked: "
 """Prefix of the reason of a release where the holder gave the batch back itself."""
 
 EARLIER_SESSIONS = 16
-"""Earlier sessions of a learner that are remembered, to tell an old process from a new one."""
+"""Maximum number of earlier sessions remembered for a learner, to tell an old process from a new one."""
 
 SHARDED_PULLS = 256
-"""Pulls of a session that are remembered with their batches: far more than ranks of one step can be apart."""
+"""Maximum number of pulls remembered for a session, with their batches: far more than ranks can be apart."""
 
 
 class ClosedBatch(NamedTuple):
@@ -82,7 +82,7 @@ class OpenBatch:
         #: Ranks that share the lease, and the shards that were served under it.
         self.shards = 1
         self.fetched: list[int] = []
-        #: Why the last lease ended unacked.
+        #: The reason why the last lease ended unacked.
         self.release_reason = ""
         #: The learner that held it before another one took it.
         self.before = ""
@@ -126,6 +126,6 @@ class OpenBatch:
         self.release_reason = reason
 
     def close(self, end: Literal["acked", "dissolved"], version: str = "", reason: str = "") -> ClosedBatch:
-        """The batch as it is remembered."""
+        """The remembered form of the batch."""
         learner = "" if self.given_back else self.learner
         return ClosedBatch(end, self.session, self.generation, version, learner, self.before, reason)

@@ -2,10 +2,10 @@
 
 * Episodes that are not over at the deadline are cancelled; the report counts them as wanted and not done.
 * An evaluation whose episodes were all cancelled before its deadline ends as cancelled.
-* A weight sync waits for evaluations of the version that is served; never longer than their deadlines, and not for one
-  whose report is not requested any more.
-* A newer version may be announced meanwhile; what cannot be finished on the pinned one is cancelled at the deadline.
-* Where the service loads the weights, an evaluation of a version that is yet to be loaded waits for it.
+* A weight sync waits for evaluations of the version that is served, but never longer than their deadlines, and not for
+  one whose report is not requested any more.
+* A newer version may be announced meanwhile; episodes that cannot finish on the pinned one end at the deadline.
+* If the service loads the weights, an evaluation of a version that is not loaded yet waits for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Evaluation:
         self.deadline = now + deadline_s
         #: Soft: when its report was last requested.
         self.reported_at = now
-        #: Soft: whether the deadline has cancelled what was not over.
+        #: Soft: whether the deadline has cancelled the remaining episodes.
         self.expired = False
         #: Ids of its groups while it is active.
         self.groups: list[str] = []
@@ -61,7 +61,7 @@ class Evaluation:
         #: Episodes that ended in a result or a failure, not cancelled.
         self.done = 0
         self.episodes: list[messages.EvaluationEpisode] = []
-        #: Why it is over; empty while it is not.
+        #: The reason why it is over; empty before.
         self.reason = ""
 
     def add_result(self, event: EpisodeEnded) -> None:

@@ -1,8 +1,8 @@
 """Episodes and groups: their states, and the events that change them.
 
-* An illegal move raises with the history of what led there.
+* An illegal move raises with the history before it.
 * Terminal is terminal: no state leads out of ``finished``, ``truncated``, ``failed``, ``cancelled`` or ``vanished``.
-* Of the members of a complete group only what batches are made of is kept; memory grows little with what is stored.
+* A complete group keeps only the parts of its members that batches need; memory grows little with the stored data.
 * A history keeps its last steps.
 
 Episodes:
@@ -19,7 +19,7 @@ queued      waits for a slot                            Dispatched              
 leased      at a worker, under an attempt lease         AttemptEnded                      queued
                                                         AttemptCancelled                  cancelling
                                                         EpisodeEnded                      any terminal state
-cancelling  at a worker that is told to stop            EpisodeEnded                      any terminal state
+cancelling  at a worker, and being cancelled            EpisodeEnded                      any terminal state
 finished    the environment ended it
 truncated   a budget ended it
 failed      something broke, for good
@@ -70,7 +70,7 @@ COMPLETE: frozenset[GroupState] = frozenset({"eligible", "leased", "acked"})
 """States of a group whose members are all over and that is not retired."""
 
 HISTORY_STEPS = 24
-"""Steps of a history that are kept: more than an error message needs."""
+"""Maximum number of steps in a history: more than an error message needs."""
 
 _ENDS: frozenset[EpisodeState] = frozenset({"finished", "truncated", "failed", "cancelled"})
 _NONE: frozenset[EpisodeState] = frozenset()
@@ -146,7 +146,7 @@ class Episode:
         self.by_worker = False
 
     def require_move(self, to: EpisodeState, cause: str) -> None:
-        """Raise InternalError, with the history, where the table does not allow a move."""
+        """Raise InternalError, with the history, if the table does not allow a move."""
         if to not in EPISODE_MOVES[self.state]:
             history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
             raise InternalError(
@@ -161,7 +161,7 @@ class Episode:
         self.state = to
 
     def end(self, event: EpisodeEnded) -> None:
-        """Take over the result."""
+        """Store the result."""
         self.move(event.status, "EpisodeEnded")
         self.low = event.low
         self.high = event.high or event.low
@@ -253,7 +253,7 @@ class Group:
         self.reason = ""
 
     def require_move(self, to: GroupState, cause: str) -> None:
-        """Raise InternalError, with the history, where the table does not allow a move."""
+        """Raise InternalError, with the history, if the table does not allow a move."""
         if to not in GROUP_MOVES[self.state]:
             history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
             raise InternalError(
@@ -273,16 +273,16 @@ class Group:
 
     def versions(self) -> list[Version]:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""
-        found = list(self.kept_versions)
+        versions = list(self.kept_versions)
         for episode in self.members:
             if episode.state in USABLE:
                 if episode.low is not None:
-                    found.append(episode.low)
+                    versions.append(episode.low)
                 if episode.high is not None:
-                    found.append(episode.high)
+                    versions.append(episode.high)
             elif episode.state == "leased" and episode.version is not None:
-                found.append(episode.version)
-        return found
+                versions.append(episode.version)
+        return versions
 
     @property
     def trajectories(self) -> list[str]:
@@ -290,7 +290,7 @@ class Group:
         return unpack(self.packed_trajectories)
 
     def release_members(self) -> None:
-        """Forget the members of a complete group, and keep what batches are made of."""
+        """Drop the members of a complete group, except the parts that batches need."""
         self.kept_versions = tuple(dict.fromkeys(self.versions()))
         self.packed_trajectories = pack([episode.trajectory for episode in self.members if episode.state in USABLE])
         self.members = []

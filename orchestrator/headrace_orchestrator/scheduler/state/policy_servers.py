@@ -9,7 +9,7 @@ from headrace.wire.messages import Reason, Weights
 from headrace.wire.policy_server import base_url
 
 REMEMBERED_SKIPPED = 32
-"""Skipped versions that are remembered: as many as a person looks back on."""
+"""Maximum number of skipped versions remembered, for people to read."""
 
 
 class PolicyServersState:
@@ -20,7 +20,7 @@ class PolicyServersState:
     def __init__(self, endpoints: Iterable[str]) -> None:
         #: Whether a server drains, by its address.
         self.servers: dict[str, bool] = {base_url(endpoint): False for endpoint in endpoints}
-        #: The version that the service is to load, and its weights; None where the learner loads.
+        #: The version that the service loads next, and its weights; None if the learner loads.
         self.target: Version | None = None
         self.weights: Weights | None = None
         #: The newest version that servers take requests with, and its weights; None if the learner loaded it.
@@ -28,7 +28,7 @@ class PolicyServersState:
         self.loaded: Weights | None = None
         #: Versions that were overtaken before any server served them, newest last.
         self.skipped: list[Version] = []
-        #: Why servers keep a learner waiting.
+        #: The reasons why servers keep a learner waiting.
         self.reasons: list[Reason] = []
 
     def announce(self, version: Version, rewound: bool, weights: Weights | None) -> None:

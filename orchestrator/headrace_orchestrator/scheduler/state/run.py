@@ -1,6 +1,6 @@
-"""The state of one run, and the questions that decisions ask of it. The transitions in ``apply`` change it.
+"""The state of one run, and the queries that decisions need. The transitions in ``apply`` change it.
 
-Soft fields (deadlines, what the learner does) are marked; a replay begins them anew.
+Soft fields (deadlines, what the learner does) are marked; a replay resets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEMBERED = 4096
 """Closed batches and ended submitted groups that are remembered, so that a late repeat gets a typed answer."""
 
 ADMIT_AHEAD = 1024
-"""Queued episodes from which on admission waits although there is credit: more than any worker asks for at once, and
+"""Queued episodes from which on admission waits although credit is left: more than any worker requests at once, and
 few enough to be admitted without delaying other requests."""
 
 REMEMBERED_EVALUATIONS = 256
@@ -43,10 +43,10 @@ REPLACED_BATCHES = 3
 fails all of its tasks then gets these groups instead of starving."""
 
 RECENT_REWARDS = 256
-"""Results that the mean reward looks back on."""
+"""Number of latest results in the mean reward."""
 
 RECENT_ATTEMPTS = 16
-"""Ends of attempts that the failure backoff and "the policy is failing" look back on."""
+"""Number of latest attempts that the failure backoff and the reason "the policy is failing" consider."""
 
 
 class LearnerActivity:
@@ -116,7 +116,7 @@ class Run:
         self.evaluations: dict[str, Evaluation] = {}
         #: Evaluations that are not over.
         self.active_evaluations: dict[str, Evaluation] = {}
-        #: Why submitted groups ended, by id.
+        #: The reasons why submitted groups ended, by id.
         self.submitted_ends: dict[str, str] = {}
         #: Last failures of those that ended by a failure.
         self.submitted_failures: dict[str, str] = {}
@@ -138,7 +138,7 @@ class Run:
         self.quarantined: dict[bytes, Task] = {}
         #: Soft: when groups of which a member has ended are cut, earliest first.
         self.cut_deadlines: dict[str, float] = {}
-        #: Soft: there may be more to retire than one command does; the next tick goes on.
+        #: Soft: more groups may wait to be retired than one command retires; the next tick continues.
         self.retiring = False
         #: Soft.
         self.failure_backoff = FailureBackoff()
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def evaluation_ready(self) -> int:
-        """Queued episodes of evaluations whose version is served. Those of a version that is yet to be loaded wait."""
+        """Queued episodes of evaluations whose version is served. Those of a version that is not loaded yet wait."""
         if all(evaluation.version == self.policy_servers.held for evaluation in self.active_evaluations.values()):
             return self.evaluation_queued
         return sum(episode.state == "queued" and self.is_ready(episode) for episode in self.evaluation_queue)
@@ -181,7 +181,7 @@ class Run:
 
     @property
     def only_goes_stale(self) -> bool:
-        """True if groups went stale one after the other, more of them than two batches."""
+        """True if more groups than two batches hold went stale one after the other."""
         return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
 
     def is_quarantined(self, task: Task) -> bool:
@@ -220,11 +220,11 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """True if nothing will ever be served."""
+        """True if no group will ever be served."""
         return self.done_for(EVERYTHING)
 
     def done_for(self, filter: GroupFilter) -> bool:
-        """True if nothing that fits will ever be served: closed, or a list at its end with too few groups left."""
+        """True if no group that fits will ever be served: closed, or a list at its end with too few groups left."""
         if self.closed:
             return True
         if not self.exhausted or self.open or self.batches:
@@ -286,7 +286,7 @@ class Run:
 
     @property
     def replaces_zero_variance(self) -> bool:
-        """True if a zero-variance group is not served now: never, or only so many for one batch."""
+        """True if a zero-variance group is not served now: all are dropped, or a limited number is replaced."""
         if self.spec.zero_variance == "replace":
             return self.zero_variance_since_batch < self.max_replaced
         return self.spec.zero_variance == "drop"
@@ -294,8 +294,8 @@ class Run:
     @property
     def max_replaced(self) -> int:
         """Zero-variance groups that are replaced for one batch."""
-        given = self.spec.max_replaced
-        return REPLACED_BATCHES * self.ledger.batch_groups if given is None else given
+        limit = self.spec.max_replaced
+        return REPLACED_BATCHES * self.ledger.batch_groups if limit is None else limit
 
     # Versions and batches -------------------------------------------------------------------------------------
 

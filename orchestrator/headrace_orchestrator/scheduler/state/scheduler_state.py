@@ -78,7 +78,7 @@ class SchedulerState:
                 run.set_cut_deadline(group, now)
 
     def renew_after_stall(self, stall_s: float, now: float) -> None:
-        """Renew the leases of whose term a stall of this process took more than ``STALL_SHARE``."""
+        """Renew the leases that lost more than ``STALL_SHARE`` of their term to a stall of this process."""
         for worker in self.workers.by_name.values():
             for episode in worker.attempts.values():
                 term_s = self.run_of(episode).spec.attempt_lease_s

@@ -1,7 +1,7 @@
 """Versions of a run's policy: lineages, and how far behind a version is.
 
-* Rows may carry versions that were announced, or the next one; a learner loads weights and then announces them, so what
-  is sampled in between carries the next version before the announcement arrives.
+* Rows may carry versions that were announced, or the next one; a learner loads weights and then announces them, so rows
+  that are sampled in between carry the next version before the announcement arrives.
 * Distance counts along the path from the current version back to the root; a version that a rewind left is off the
   path.
 """
@@ -33,7 +33,7 @@ class Versions:
     def announce(self, version: Version, fork: Version | None) -> None:
         """Make a version the current one; with ``fork``, the first of a new lineage."""
         while len(self.forks) <= version.lineage:
-            # The fork may be lost in the log. Then it is as early as can be, so that no row that a rewind left counts
+            # The fork may be lost in the log. Then it is as early as possible, so that no row that a rewind left counts
             # as on the path.
             self.forks.append(Version(len(self.forks) - 1, 0))
             self.tops.append(0)
@@ -85,11 +85,11 @@ def span_of(versions: Iterable[Version]) -> Span:
     if len(distinct) == 1:
         ((lineage, n),) = distinct
         return ((lineage, n, n),)
-    found: dict[int, tuple[int, int]] = {}
+    bounds: dict[int, tuple[int, int]] = {}
     for lineage, n in distinct:
-        low, high = found.get(lineage, (n, n))
-        found[lineage] = (min(low, n), max(high, n))
-    return tuple((lineage, *found[lineage]) for lineage in sorted(found))
+        low, high = bounds.get(lineage, (n, n))
+        bounds[lineage] = (min(low, n), max(high, n))
+    return tuple((lineage, *bounds[lineage]) for lineage in sorted(bounds))
 
 
 def parse_version(text: str) -> Version:

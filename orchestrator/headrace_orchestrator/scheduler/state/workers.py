@@ -1,8 +1,8 @@
-"""Workers: when each was last heard of, what it holds, and when the first of its attempt leases may run out.
+"""Workers: the last request of each, its attempts, and the time at which the first of its leases may run out.
 
 All of it is soft except the attempts, which events assign to their workers, and the draining workers.
 
-* A drain is over when its worker has gone; a later process of the same name gets work.
+* A drain is over when its worker is gone; a later process of the same name gets work.
 * A lease only gets longer, so the watched moment of a worker is never too late; one that is too early costs one check.
 """
 
@@ -32,7 +32,7 @@ class WorkerState:
         self.seen = now
         #: Whether it sent a request since this process began; the slots of a worker known from the log alone are not.
         self.heard = False
-        #: When it last listed what it holds.
+        #: When it last listed its attempts.
         self.listed = -math.inf
         self.stats: dict[str, float] = {}
         #: When its leases are checked next; None if it holds nothing.
@@ -59,7 +59,7 @@ class Workers:
         return worker
 
     def hear_from(self, name: str, pool: str, slots: int, now: float) -> WorkerState:
-        """Note that a worker sent a request."""
+        """Record that a worker sent a request."""
         worker = self.named(name, pool, now)
         worker.seen = now
         worker.heard = True
@@ -86,8 +86,8 @@ class Workers:
             if worker is None or worker.watched != moment:
                 continue
             worker.watched = None
-            late = [episode for episode in worker.attempts.values() if episode.deadline <= now]
-            expired.extend(late)
+            overdue = [episode for episode in worker.attempts.values() if episode.deadline <= now]
+            expired.extend(overdue)
             later = min((e.deadline for e in worker.attempts.values() if e.deadline > now), default=None)
             if later is not None:
                 self.watch(worker, later)

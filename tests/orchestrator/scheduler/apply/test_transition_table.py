@@ -19,7 +19,7 @@ def test_every_event_has_a_transition():
 
 def test_an_unknown_name_in_an_event_is_an_error_that_names_it(harness):
     harness.run()
-    with pytest.raises(InternalError, match="GroupRetired is about 'nowhere', which is not known here"):
+    with pytest.raises(InternalError, match="GroupRetired names 'nowhere', which is unknown here"):
         harness.replayed().apply(events.GroupRetired(run="nowhere", group="g", reason="stale"), harness.now)
 
 

@@ -76,7 +76,7 @@ def test_a_group_that_only_pulls_by_name_may_take_is_served_once(harness):
     assert harness.retired() == {"g": "acked"}
 
 
-def test_the_bytes_held_reserved_and_asked_for_have_to_fit_the_byte_bound_together(harness):
+def test_the_bytes_held_reserved_and_requested_must_fit_the_byte_bound_together(harness):
     harness.run(source="learner", max_bytes=30_000)
     with pytest.raises(Conflict, match=r"hold 0 bytes and 0 more are reserved; these 8 episodes .* at 32768"):
         harness.submit(*[f"g{number}" for number in range(8)])
@@ -84,11 +84,11 @@ def test_the_bytes_held_reserved_and_asked_for_have_to_fit_the_byte_bound_togeth
     harness.submit(*[f"g{number}" for number in range(7)])
 
 
-def test_one_request_admits_so_many_episodes_and_no_more(harness):
+def test_one_request_admits_a_limited_number_of_episodes(harness):
     harness.checked = False
     harness.run(batch_size=1)
-    with pytest.raises(InvalidRequest, match="at most 16384 episodes; this one asks for 16390"):
+    with pytest.raises(InvalidRequest, match="at most 16384 episodes; this one has 16390"):
         harness.submit("a", "b", "c", "d", "e", size=3278)
-    with pytest.raises(InvalidRequest, match="at most 16384 episodes; this one asks for 16386"):
+    with pytest.raises(InvalidRequest, match="at most 16384 episodes; this one has 16386"):
         harness.evaluate(6, episodes_per_task=2731)
     assert len(harness.submit("a", "b", size=4096)) == 2

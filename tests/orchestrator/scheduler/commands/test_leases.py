@@ -127,7 +127,7 @@ def test_an_expired_lease_requeues_with_the_next_attempt_and_the_old_one_is_supe
     assert harness.finish(new, worker="w1") == "accepted"
 
 
-def test_hand_back_draws_no_budget_and_the_attempt_number_goes_on(harness):
+def test_hand_back_draws_no_budget_and_attempt_numbers_continue(harness):
     harness.run(retries={"max_attempts": 1})
     for number in range(1, 6):
         (attempt,) = harness.lease(1)

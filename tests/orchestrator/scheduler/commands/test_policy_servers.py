@@ -79,7 +79,7 @@ def test_a_change_without_effect_emits_no_event_and_an_unknown_server_is_an_erro
         harness.core.add_server("r", "b:1", harness.now)
 
 
-def test_a_version_with_weights_is_to_be_loaded_and_one_without_was_loaded_by_the_learner(harness):
+def test_a_version_with_weights_is_loaded_by_the_service_and_one_without_was_loaded_by_the_learner(harness):
     harness.run()
     servers = harness.core.policy_servers("r")
     harness.announce("0.1")

@@ -9,7 +9,7 @@ from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.scenarios import chosen_batches, eligible_harness
 
 
-def test_a_priority_holds_until_it_is_set_anew_and_a_group_starts_with_one():
+def test_a_priority_holds_until_it_is_set_again_and_a_group_starts_with_one():
     harness = eligible_harness("prioritized", groups=3, batch_size=1, max_uses=9)
     harness.prioritize({"g1": 1e6})
     batch = harness.batch()
@@ -19,7 +19,7 @@ def test_a_priority_holds_until_it_is_set_anew_and_a_group_starts_with_one():
     assert "g1" not in {id for batch in chosen_batches(harness, 200) for id in batch}
 
 
-def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all_the_same():
+def test_groups_that_are_over_are_named_in_the_reply_and_the_others_are_set_anyway():
     harness = eligible_harness("prioritized", groups=3, batch_size=1)
     batch = harness.batch()
     harness.ack(batch)
@@ -32,7 +32,7 @@ def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all
 @pytest.mark.parametrize("priority", [0.0, -1.0, 1e-7, 1e7, float("inf"), float("nan")])
 def test_a_priority_that_cannot_be_a_weight_is_refused(priority):
     harness = eligible_harness("prioritized", groups=2)
-    with pytest.raises(InvalidRequest, match="priorities lie between 1e-06 and 1e\\+06"):
+    with pytest.raises(InvalidRequest, match="priorities must be between 1e-06 and 1e\\+06"):
         harness.prioritize({"g0": 2.0, "g1": priority})
     assert harness.found(events.PrioritiesSet) == []
 

@@ -223,7 +223,7 @@ def test_the_byte_bound_blocks_the_one_more_group(harness):
     assert harness.status().in_flight == in_flight == 3
 
 
-def test_a_batch_is_redelivered_only_to_a_pull_that_asks_for_nothing_else_than_what_it_holds():
+def test_a_batch_is_redelivered_only_to_a_pull_whose_filter_or_groups_it_fits():
     harness = mixed_harness()
     anything, hard = harness.batch(), harness.batch(environments=["game:B"])
     assert len(kinds_of_batch(harness, anything)) > 1

@@ -30,7 +30,7 @@ def test_it_gets_exactly_the_batches_that_its_earlier_sessions_leased_and_never_
     assert harness.batch("new").id not in {batch.id for batch in (*held, other)}
 
 
-def test_the_reply_names_the_others_and_why(harness):
+def test_the_reply_names_the_others_with_the_reason(harness):
     harness.run(batch_size=2, max_staleness=1, batch_lease_s=100)
     harness.work()
     stale, taken = harness.batch("old"), harness.batch("old")
@@ -44,7 +44,7 @@ def test_the_reply_names_the_others_and_why(harness):
     assert reply.lost == {stale.id: "taken over by learner 'other'", taken.id: "stale"}
 
 
-def test_what_it_gave_back_itself_is_not_among_them(harness):
+def test_batches_that_it_nacked_are_not_among_them(harness):
     harness.run(batch_size=2)
     harness.work()
     batch = harness.batch("old")
@@ -54,7 +54,7 @@ def test_what_it_gave_back_itself_is_not_among_them(harness):
     assert harness.batch("new").id == batch.id, "it waits for the next pull"
 
 
-def test_asked_again_by_the_same_session_the_answer_is_the_same(harness):
+def test_a_repeated_request_of_the_same_session_gets_the_same_reply(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.batch("old")
@@ -90,17 +90,17 @@ def test_a_resumed_batch_that_was_not_fetched_cannot_be_acked(harness):
         harness.ack(old)
 
 
-def test_a_pull_that_names_a_batch_gets_it_or_how_it_ended(harness):
+def test_a_pull_that_names_a_batch_gets_it_or_an_error_with_its_end(harness):
     harness.run(batch_size=2)
     harness.work()
     old = harness.batch("old")
     harness.resume("new")
-    with pytest.raises(BatchSuperseded, match="is leased anew"):
+    with pytest.raises(BatchSuperseded, match="was leased again"):
         harness.pull("x", learner="other", batch=old.id)
     harness.ack(harness.batch("new", batch=old.id))
     with pytest.raises(BatchSuperseded, match="it was acked"):
         harness.pull("new", batch=old.id)
-    with pytest.raises(BatchSuperseded, match="is not known"):
+    with pytest.raises(BatchSuperseded, match="is unknown"):
         harness.pull("new", batch="none")
     assert harness.settle() == []
 

@@ -17,7 +17,7 @@ def two_a_slice(monkeypatch):
     monkeypatch.setattr(follow_ups, "SLICE", 2)
 
 
-def test_what_a_new_version_leaves_behind_is_retired_in_slices_and_credit_comes_back_as_it_goes(harness):
+def test_groups_that_a_new_version_leaves_behind_are_retired_in_slices_and_return_their_credit(harness):
     harness.run(group_size=1, batch_size=3, max_staleness=1)
     harness.work()
     harness.announce("0.1")
@@ -32,7 +32,7 @@ def test_what_a_new_version_leaves_behind_is_retired_in_slices_and_credit_comes_
     assert harness.core.next_deadline() > harness.now
 
 
-def test_what_waits_to_be_retired_is_not_served_and_a_rewind_brings_back_what_is_within_bound_again(harness):
+def test_groups_that_wait_to_be_retired_are_not_served_and_a_rewind_brings_back_those_within_bound(harness):
     harness.run(group_size=1, batch_size=3, max_staleness=2)
     harness.work()
     for number in range(1, 4):
@@ -60,7 +60,7 @@ def test_a_submitted_group_of_a_run_with_tasks_of_its_own_goes_stale_with_the_ot
     assert harness.retired()["mine"] == "stale"
 
 
-def test_what_a_closed_run_leaves_over_is_retired_in_slices(harness):
+def test_groups_that_a_closed_run_leaves_behind_are_retired_in_slices(harness):
     harness.run(group_size=1, batch_size=1, max_staleness=5)
     harness.work()
     harness.core.close_run("r", harness.now)

@@ -13,7 +13,7 @@ from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.scenarios import pull_all_shards
 
 
-def test_the_report_of_what_a_learner_is_doing_renews_its_batch_leases(harness):
+def test_a_learners_report_of_its_activity_renews_its_batch_leases(harness):
     harness.run(batch_size=2, batch_lease_s=100)
     harness.work()
     first = harness.batch()

@@ -34,7 +34,7 @@ def test_a_plan_says_which_shard_is_served(harness):
     assert (plan.shard, plan.shards) == (3, 4)
 
 
-def test_an_ack_before_every_shard_was_fetched_is_refused_and_names_those_that_are_missing(harness):
+def test_an_ack_before_every_shard_was_fetched_is_refused_and_the_error_names_the_missing_shards(harness):
     harness.run(batch_size=2)
     harness.work()
     batch = harness.batch(request="1", shard=1, shards=4)
@@ -73,7 +73,7 @@ def test_the_reasons_of_an_empty_answer_name_the_missing_rank(harness):
     assert "'l'" in reason.message
 
 
-def test_a_rank_that_comes_late_takes_up_the_lease_of_its_session(harness):
+def test_a_late_rank_renews_the_lease_of_its_session(harness):
     harness.run(batch_size=2, batch_lease_s=100)
     harness.work()
     first = harness.batch(request="1", shard=0, shards=2)
@@ -86,7 +86,7 @@ def test_a_rank_that_comes_late_takes_up_the_lease_of_its_session(harness):
 
 
 @pytest.mark.parametrize("end", ["nacked", "dissolved", "taken over"])
-def test_a_rank_that_asks_for_a_batch_that_is_over_gets_an_error(harness, end):
+def test_a_rank_that_requests_a_batch_that_is_over_gets_an_error(harness, end):
     harness.run(batch_size=2, max_staleness=0 if end == "dissolved" else 1, batch_lease_s=100)
     harness.work()
     first = harness.batch(request="1", shard=0, shards=2)
@@ -98,9 +98,9 @@ def test_a_rank_that_asks_for_a_batch_that_is_over_gets_an_error(harness, end):
         harness.nack(first)
     else:
         harness.nack(first)
-    said = {"nacked": "nacked: out of memory", "dissolved": "was dissolved", "taken over": "is leased anew"}[end]
+    end_text = {"nacked": "nacked: out of memory", "dissolved": "was dissolved", "taken over": "was leased again"}[end]
     harness.restart()
-    with pytest.raises(BatchSuperseded, match=said):
+    with pytest.raises(BatchSuperseded, match=end_text):
         harness.pull(request="1", shard=1, shards=2)
     assert harness.settle() == []
     if end == "nacked":  # all ranks go on with their next pull
@@ -122,7 +122,7 @@ def test_ranks_that_disagree_on_their_number_are_refused(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.batch(request="1", shard=0, shards=4)
-    with pytest.raises(InvalidRequest, match="in 4 shards; this pull asks for shard 1 of 3"):
+    with pytest.raises(InvalidRequest, match="in 4 shards; this pull is for shard 1 of 3"):
         harness.pull(request="1", shard=1, shards=3)
     for shard, shards in ((-1, 2), (2, 2), (0, 0), (0, 5000)):
         with pytest.raises(InvalidRequest, match=f"Shard {shard} of {shards}"):

@@ -24,7 +24,7 @@ def test_a_version_follows_the_one_before_in_its_lineage(harness):
             harness.announce(text)
 
 
-def test_what_an_announcement_leaves_too_far_behind_is_retired_as_a_unit(harness):
+def test_groups_that_an_announcement_leaves_too_far_behind_are_retired_as_a_unit(harness):
     harness.run(group_size=2, batch_size=2, max_staleness=0)
     attempts = harness.lease(1)
     harness.finish(attempts[0])
@@ -78,7 +78,7 @@ def test_a_rewind_opens_a_lineage(harness):
         harness.announce("0.5")
 
 
-def test_a_rewind_dissolves_batches_with_such_a_group_and_what_was_acked_stays_consumed(harness):
+def test_a_rewind_dissolves_batches_with_such_a_group_and_acked_groups_stay_consumed(harness):
     harness.run(batch_size=1, max_staleness=3)
     harness.work()
     consumed, below = harness.batch(), harness.batch()

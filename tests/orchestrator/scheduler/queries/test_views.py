@@ -31,9 +31,9 @@ def test_a_status_counts_groups_episodes_and_rewards(harness):
     ]
 
 
-def test_so_many_groups_are_listed_and_no_more(harness, monkeypatch):
+def test_a_limited_number_of_groups_is_listed(harness, monkeypatch):
     harness.run(group_size=1, batch_size=4)
     harness.work()
     whole = harness.core.groups("r")
-    monkeypatch.setattr(views, "LISTED", 3)
+    monkeypatch.setattr(views, "MAX_LISTED", 3)
     assert harness.core.groups("r") == whole[:3]

@@ -12,7 +12,7 @@ from headrace_orchestrator.scheduler.state.groups import HISTORY_STEPS, TERMINAL
 from tests.orchestrator.scheduler.harness import Harness, version
 
 
-def test_of_the_members_of_a_complete_group_only_what_batches_are_made_of_is_kept(harness):
+def test_a_complete_group_keeps_only_the_parts_of_its_members_that_batches_need(harness):
     harness.run(group_size=3, batch_size=3, max_staleness=1, short_groups="serve")
     first, second, third = harness.lease(3)
     harness.finish(third, low=version("0.0"), high=version("0.1"))
@@ -26,7 +26,7 @@ def test_of_the_members_of_a_complete_group_only_what_batches_are_made_of_is_kep
     assert harness.finish(first) == "superseded"  # the store knows whose the record is
 
 
-def test_memory_grows_little_with_what_is_stored():
+def test_memory_grows_little_with_the_stored_data():
     def episodes(rounds: int) -> int:
         harness = Harness(checked=False)
         name = f"rounds-{rounds}"
@@ -48,7 +48,7 @@ def test_a_history_keeps_its_last_steps(harness):
     assert history == [("leased", "Dispatched"), ("queued", "handed back")] * (HISTORY_STEPS // 2)
 
 
-def test_an_illegal_move_raises_with_the_history_of_what_led_there(harness):
+def test_an_illegal_move_raises_with_the_history_before_it(harness):
     harness.run(group_size=2)
     (attempt,) = harness.lease(1)
     harness.finish(attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_orchestrator.scheduler import events
 
 
-def test_a_drain_is_over_when_its_worker_has_gone(harness):
+def test_a_drain_is_over_when_its_worker_is_gone(harness):
     harness.run(batch_size=8)
     harness.core.drain_worker("w", harness.now)
     assert harness.lease_reply(1).drain

@@ -1,1 +1,1 @@
-"""Limits on what a run admits and dispatches, and the tasks and adapters of the groups that it admits."""
+"""Limits on admission and dispatch of a run, and the tasks and adapters of the groups that it admits."""

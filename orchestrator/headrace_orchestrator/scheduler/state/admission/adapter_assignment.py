@@ -1,6 +1,6 @@
 """Assignment of frozen adapters to the agents of a group: made at its admission, the same for all its members.
 
-* fixed: always the first of the agent's adapters; round-robin: group after group the next one.
+* Fixed: always the first of the agent's adapters; round-robin: the next one for each group.
 """
 
 from __future__ import annotations

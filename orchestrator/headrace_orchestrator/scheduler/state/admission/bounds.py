@@ -1,8 +1,8 @@
 """Bounds that all runs share: bytes held by groups in flight, and bytes on disk.
 
-* What is held and what is reserved, by all runs together, stays below the bound of the service.
-* What is on disk and what is reserved stays below the bound of the disk.
-* A run that a shared bound holds back is looked at again within ``RETRY_S`` of room coming back.
+* Bytes held and reserved by all runs together stay below the bound of the service.
+* Bytes stored and reserved stay below the bound of the disk.
+* A run that a shared bound holds back is checked again within ``RETRY_S`` after room was returned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 RETRY_S = 0.5
-"""Seconds after which a held back run is looked at again: other runs and retention give room back."""
+"""Seconds after which a run that is held back is checked again: other runs and retention return room."""
 
 
 class ByteHolder(Protocol):
@@ -26,8 +26,8 @@ class ByteHolder(Protocol):
 
 @dataclass
 class SharedBounds:
-    """Bounds on ``max_held_bytes`` of groups in flight of all runs, and on ``max_disk_bytes`` of all that is stored;
-    unbounded by default. The owner of the store sets ``disk_bytes`` to what is stored now."""
+    """Bounds on ``max_held_bytes`` of groups in flight of all runs, and on ``max_disk_bytes`` of all stored data;
+    unbounded by default. The owner of the store sets ``disk_bytes`` to the bytes stored now."""
 
     max_held_bytes: float = math.inf
     max_disk_bytes: float = math.inf
@@ -60,7 +60,7 @@ class SharedBounds:
         return self.max_disk_bytes < math.inf and self.disk_bytes + self.reserved_bytes >= self.max_disk_bytes
 
     def fit(self, new_bytes: int) -> bool:
-        """True if so many more bytes stay within both bounds."""
+        """True if this many more bytes stay within both bounds."""
         more = self.reserved_bytes + new_bytes
         return self.held_bytes + more <= self.max_held_bytes and self.disk_bytes + more <= self.max_disk_bytes
 

@@ -1,8 +1,8 @@
-"""The concurrency cap: how many training episodes the policy servers of a run take at a time.
+"""The concurrency cap: the number of training episodes that the policy servers of a run take at a time.
 
 * It limits training episodes at workers, not admission, and not evaluation; a run has none until it is set.
-* A lower one stops nothing that runs; nothing new is granted until enough of it is over.
-* While it holds training back, evaluation keeps to its share of the slots.
+* A lower cap stops no running episode; nothing is granted until enough of them are over.
+* While the cap holds training back, evaluation keeps to its share of the slots.
 
 It is soft: the watch of the policy servers sets it again after a restart.
 """
@@ -14,8 +14,8 @@ UNLIMITED = 1 << 62
 
 
 class ConcurrencyCap:
-    """The cap of one run. ``slots``: training episodes that may be at workers; None for no cap. ``leased_before``: how
-    many were there when it was set."""
+    """The cap of one run. ``slots``: training episodes that may be at workers; None for no cap. ``leased_before``: the
+    number at workers when it was set."""
 
     __slots__ = ("leased_before", "slots")
 

@@ -2,11 +2,11 @@
 
 * While the last attempts all failed, or groups only go stale, one attempt at a time is granted, at growing intervals.
 * One usable record after failures, or one group within bound after stale ones, lifts it at once.
-* What is at workers already goes on.
+* Attempts at workers continue.
 
 Without it a policy that is down, a mistyped environment, or weights that were announced and never loaded use up the
-retry budget of everything that is queued, and fill the disk with failures, at the full speed of the fleet. It is soft:
-a restart begins with a first try.
+retry budget of all queued episodes, and fill the disk with failures, at the full speed of the fleet. It is soft: a
+restart begins with a first try.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROWTH = 0.5
 """Each interval, as a share of the time since the run was slowed down."""
 
 LONGEST_S = 10.0
-"""Seconds between single tries at most: so much is lost after the cause is gone."""
+"""Maximum seconds between single tries: the most time lost after the cause is gone."""
 
 UNLIMITED = 1 << 62
 """Room of a run that is not slowed down."""

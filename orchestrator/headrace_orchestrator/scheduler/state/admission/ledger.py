@@ -1,6 +1,6 @@
-"""The credit ledger: how many groups, and how many bytes, may be in flight.
+"""The credit ledger: the number of groups and of bytes that may be in flight.
 
-* Admission goes on while groups in flight are fewer than the credit; it is ``(max_staleness + 1) · ⌈batch / G⌉``.
+* Admission continues while groups in flight are fewer than the credit; it is ``(max_staleness + 1) · ⌈batch / G⌉``.
 * For a token budget the groups of a batch are estimated from recent groups; at least one.
 * Bytes are reserved from admission on; the true size of a record replaces the estimate.
 * Submitted groups draw no credit, only bytes; evaluations draw neither.
@@ -17,10 +17,10 @@ from headrace.runspec import RunSpec
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 
 MIN_EPISODE_BYTES = 4096
-"""Least estimate of a record in bytes: every record has at least its head and one aligned array."""
+"""Minimum estimate of a record in bytes: every record has at least its head and one aligned array."""
 
 RECENT = 32
-"""Records and groups that an estimate looks back on: enough to be steady, few enough to follow a change."""
+"""Number of latest records and groups in an estimate: enough to be steady, few enough to follow a change."""
 
 
 class Ledger:
@@ -47,9 +47,9 @@ class Ledger:
         self.held_bytes = 0
         self.sizes: deque[int] = deque(maxlen=RECENT)
         self.tokens: deque[int] = deque(maxlen=RECENT)
-        #: Bytes that an unfinished episode is taken to need.
+        #: Estimated bytes of an unfinished episode.
         self.estimate = MIN_EPISODE_BYTES
-        #: Groups that a batch is taken to need.
+        #: Estimated groups of a batch.
         self.batch_groups = spec.batch_groups
 
     @property

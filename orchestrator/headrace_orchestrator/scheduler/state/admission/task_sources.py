@@ -1,6 +1,6 @@
 """Sources of a run's tasks: a mixture, a fixed list, or the learner.
 
-* What a run draws depends on its seed and the position alone; never on timing.
+* The draws of a run depend on its seed and the position alone, never on timing.
 * A list is used in order, once for each of its epochs; then it is over.
 * No global generator is used; every number is a hash of its seed and place.
 """
@@ -30,7 +30,7 @@ def draw(key: str) -> int:
 
 
 def sampling_seed(seed: int, group: int | str, member: int) -> int:
-    """The seed of one episode's sampling. ``group`` is its position, or its id where it has none."""
+    """The seed of one episode's sampling. ``group`` is its position, or its id if it has none."""
     return draw(f"sampling/{seed}/{group}/{member}") >> (64 - _SAMPLING_BITS)
 
 

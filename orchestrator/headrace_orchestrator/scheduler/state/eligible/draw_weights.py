@@ -1,4 +1,4 @@
-"""Weights of groups in a draw: whole numbers, so that their sums are exact whatever was added and removed before."""
+"""Weights of groups in a draw: whole numbers, so that sums stay exact after any additions and removals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = 133
 
 
 def equal_weight(group: Group) -> int:
-    """The same weight for all."""
+    """The same weight for every group."""
     return _EQUAL
 
 

@@ -1,8 +1,8 @@
-"""The eligible groups of a run, indexed so that choosing a few of them reads few.
+"""The eligible groups of a run, indexed so that selecting a few of them reads only a few.
 
 * A tree holds the groups of one kind (environment and tags) and one span (lowest and highest versions).
 * Groups that a new version leaves out of bound are set aside a tree at a time, however many the tree holds.
-* The answers depend on the groups that are in the index alone, never on how they came there.
+* The results depend only on the groups in the index, never on the order of additions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Filters of pulls, by environment and by tags.
 
-* A group fits if its environment is one of those named, and it carries every tag that is named.
-* A filter that names nothing lets everything through.
+* A group fits if the filter names its environment, and it has every tag that the filter names.
+* A filter without names fits every group.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def kind_of(task: Task) -> TaskKind:
 
 
 def kinds_of(spec: RunSpec) -> frozenset[TaskKind] | None:
-    """The kinds of the tasks of the run's own source; None where the learner submits them."""
+    """The kinds of the tasks of the run's own source; None if the learner submits them."""
     if spec.source == "learner":
         return None
-    named = {(entry.id, tuple(sorted(set(entry.tags)))) for entry in spec.environments}
-    return frozenset(named | {(task.environment, tuple(sorted(set(task.tags)))) for task in spec.tasks or ()})
+    kinds = {(entry.id, tuple(sorted(set(entry.tags)))) for entry in spec.environments}
+    return frozenset(kinds | {(task.environment, tuple(sorted(set(task.tags)))) for task in spec.tasks or ()})
 
 
 class GroupFilter(NamedTuple):
-    """The groups that a pull asks for. No environments: any environment fits."""
+    """The filter of a pull. No environments: any environment fits."""
 
     environments: frozenset[str] = frozenset()
     tags: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class GroupFilter(NamedTuple):
         return cls(frozenset(environments), frozenset(tags))
 
     def fits(self, kind: TaskKind) -> bool:
-        """True if groups of the kind are asked for."""
+        """True if groups of the kind fit."""
         environment, tags = kind
         return (not self.environments or environment in self.environments) and self.tags.issubset(tags)
 
@@ -55,4 +55,4 @@ class GroupFilter(NamedTuple):
 
 
 EVERYTHING = GroupFilter()
-"""The filter that lets everything through."""
+"""The filter that fits every group."""

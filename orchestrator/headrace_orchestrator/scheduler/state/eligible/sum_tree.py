@@ -1,7 +1,7 @@
 """A sum tree: weights by place in the order of dispatch, with sums over ranges of places.
 
 * The first, the last, and the place at a given weight are found in the logarithm of the number of places.
-* Weights are whole numbers, so that sums are exact and the same whatever was added and removed before.
+* Weights are whole numbers, so that sums are exact and the same after any additions and removals.
 """
 
 from __future__ import annotations

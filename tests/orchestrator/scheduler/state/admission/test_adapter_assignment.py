@@ -22,7 +22,7 @@ def played(harness):
 
 
 @pytest.mark.parametrize(("routing", "expected"), [("round_robin", list("abcab")), ("fixed", list("aaaaa"))])
-def test_fixed_is_always_the_first_and_round_robin_group_after_group_the_next(harness, routing, expected):
+def test_fixed_is_always_the_first_and_round_robin_the_next_one_for_each_group(harness, routing, expected):
     harness.run(group_size=2, batch_size=6, policy=policy(routing))
     assert played(harness)[:5] == expected
 
@@ -39,7 +39,7 @@ def test_all_members_of_a_group_have_the_same_adapters_topped_up_ones_too(harnes
     assert len({*map(tuple, by_group.values())}) > 1
 
 
-def test_rotation_goes_on_after_a_restart_and_counts_submitted_and_evaluated_groups(harness):
+def test_rotation_continues_after_a_restart_and_counts_submitted_and_evaluated_groups(harness):
     harness.run(source="learner", policy=policy("round_robin"))
     harness.submit("one")
     harness.restart()

@@ -19,7 +19,7 @@ def harness():
     assert found.replayed().durable() == found.core.durable()
 
 
-def test_what_is_held_and_reserved_by_all_runs_together_stays_below_the_bound_of_the_service(harness):
+def test_bytes_held_and_reserved_by_all_runs_together_stay_below_the_bound_of_the_service(harness):
     harness.run("a", batch_size=6, max_staleness=0)
     harness.run("b", batch_size=6, max_staleness=0)
     assert (harness.status("a").in_flight, harness.status("b").in_flight) == (6, 4)
@@ -30,7 +30,7 @@ def test_what_is_held_and_reserved_by_all_runs_together_stays_below_the_bound_of
     )
 
 
-def test_a_run_that_is_held_back_goes_on_soon_after_another_gave_room_back(harness):
+def test_a_run_that_is_held_back_continues_soon_after_another_returned_room(harness):
     harness.run("a", batch_size=6, max_staleness=0)
     harness.run("b", batch_size=6, max_staleness=0)
     harness.core.close_run("a", harness.now)
@@ -39,7 +39,7 @@ def test_a_run_that_is_held_back_goes_on_soon_after_another_gave_room_back(harne
     assert harness.status("b").in_flight == 6
 
 
-def test_what_is_on_disk_and_reserved_stays_below_the_bound_of_the_disk(harness):
+def test_bytes_stored_and_reserved_stay_below_the_bound_of_the_disk(harness):
     harness.core.bounds.disk_bytes = 1_000_000 - 3 * EPISODE
     harness.run(batch_size=6, max_staleness=0)
     assert harness.status().in_flight == 3
@@ -63,7 +63,7 @@ def test_an_admitted_attempt_may_always_be_handed_in(harness):
     assert [harness.finish(attempt) for attempt in attempts] == ["accepted", "accepted"]
 
 
-def test_without_bounds_no_run_is_looked_at_again():
+def test_without_bounds_no_run_is_checked_again():
     harness = Harness()
     harness.run(batch_size=6, max_staleness=0)
     assert harness.core.next_deadline() is None

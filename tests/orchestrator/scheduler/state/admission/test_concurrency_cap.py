@@ -24,7 +24,7 @@ def test_a_run_has_no_cap_until_it_is_set(harness):
     assert len(harness.lease(4)) == 4
 
 
-def test_a_lower_cap_stops_nothing_that_runs_and_grants_nothing_until_enough_is_over(harness):
+def test_a_lower_cap_stops_no_running_episode_and_grants_nothing_until_enough_are_over(harness):
     harness.run(batch_size=64)
     attempts = harness.lease(8)
     assert not harness.set_concurrency_cap(6)

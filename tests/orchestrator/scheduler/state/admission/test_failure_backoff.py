@@ -49,7 +49,7 @@ def test_one_usable_record_after_failures_lifts_it_at_once(harness: Harness):
     assert len(harness.lease(SLOTS)) == SLOTS
 
 
-def test_what_is_at_workers_already_goes_on(harness: Harness):
+def test_attempts_at_workers_continue(harness: Harness):
     harness.run(batch_size=64, retries={"max_attempts": 100, "quarantine_after": 10_000})
     attempts = harness.lease(SLOTS)
     for attempt in attempts[:-1]:
@@ -74,7 +74,7 @@ def test_groups_that_only_go_stale_slow_it_down_and_one_within_bound_lifts_it(ha
     assert len(harness.lease(SLOTS)) > 0
 
 
-def test_a_failing_environment_is_named_as_the_reason_with_when_the_next_try_is(harness: Harness):
+def test_a_failing_environment_is_named_as_the_reason_with_the_time_of_the_next_try(harness: Harness):
     harness.run(batch_size=64, retries={"max_attempts": 100, "quarantine_after": 10_000})
     fail_all(harness, 2.0)
     (reason,) = [reason for reason in harness.empty().reasons if reason.code == "environment-failing"]

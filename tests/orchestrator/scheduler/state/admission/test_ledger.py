@@ -10,7 +10,7 @@ from headrace.errors import Conflict
 @pytest.mark.parametrize(
     ("group_size", "batch_size", "max_staleness", "capacity"), [(16, 100, 1, 14), (8, 20, 0, 3), (1, 32, 0, 32)]
 )
-def test_admission_goes_on_while_groups_in_flight_are_fewer_than_the_credit(
+def test_admission_continues_while_groups_in_flight_are_fewer_than_the_credit(
     harness, group_size, batch_size, max_staleness, capacity
 ):
     harness.run(group_size=group_size, batch_size=batch_size, max_staleness=max_staleness)

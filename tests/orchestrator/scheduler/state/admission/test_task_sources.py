@@ -8,7 +8,7 @@ from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.harness import Harness
 
 
-def test_what_a_run_draws_depends_on_its_seed_and_the_position_alone():
+def test_the_draws_of_a_run_depend_on_its_seed_and_the_position_alone():
     def admitted(slots: int, seed: int) -> list[events.GroupAdmitted]:
         harness = Harness()
         mixture = [{"id": "game:A", "weight": 1.0}, {"id": "game:B", "weight": 3.0}]

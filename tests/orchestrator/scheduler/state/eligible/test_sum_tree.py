@@ -32,7 +32,7 @@ def test_the_first_the_last_and_the_place_at_a_given_weight_are_found(weights, d
 
 
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=30), st.dictionaries(PLACES, WEIGHTS, max_size=30))
-def test_sums_are_the_same_whatever_was_added_and_removed_before(kept, gone):
+def test_sums_are_the_same_after_any_additions_and_removals(kept, gone):
     direct, indirect = SumTree(), SumTree()
     for place, weight in sorted(kept.items()):
         direct.add(place, weight)
