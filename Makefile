@@ -43,7 +43,7 @@ bench-sandbox: setup ## sandboxes beside a bare interpreter, Docker, gVisor and 
 	@$(BIN)/python -m benchmarks.sandbox $(ARGS)
 
 chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
-	@$(BIN)/python -m tests.chaos.long_form
+	@$(BIN)/python -m tests.chaos.full_run
 
 lock: ## write requirements/ anew from pyproject.toml
 	@sh scripts/lock.sh

@@ -1,4 +1,4 @@
-"""The checker of campaigns: that of ``tests/e2e``, and that everything which was granted came to its one end."""
+"""The checker of campaigns: all checks of ``tests/e2e``, and that every granted episode has its record."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tests.e2e.recorder import Acknowledged
 __all__ = ["Findings", "check"]
 
 
-def check(url: str, run: str, data: Path, seen: Acknowledged, *, finished: bool = True) -> Findings:
-    """All that the checker of ``tests/e2e`` looks at; of a run that is ``finished``, every granted episode has its
-    record."""
-    found = check_run(url, run, data, seen)
+def check(url: str, run: str, data: Path, acknowledged: Acknowledged, *, finished: bool = True) -> Findings:
+    """Run the checks of ``tests/e2e``; if the run is ``finished``, also that every granted episode has its record."""
+    findings = check_run(url, run, data, acknowledged)
     if finished:
         with Client(url, keepalive=False) as client:
             ended = {item.episode for item in client.trajectories(run)}
-        found.wrong += [f"episode {episode} was granted and has no record" for episode in sorted(seen.granted - ended)]
-    return found
+        findings.violations += [
+            f"episode {episode} was granted and has no record" for episode in sorted(acknowledged.granted - ended)
+        ]
+    return findings

@@ -1,4 +1,4 @@
-"""``chaos:Picture``: one turn about one of some hundred pictures, so that records of several episodes share one."""
+"""``chaos:Picture``: one turn about one of 400 pictures, so that records of several episodes share an asset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PICTURES = 400
 
 
 class Picture:
-    """Shows the picture of its seed; any answer ends it, and longer ones earn more."""
+    """Shows the picture of its seed; any action ends the episode, with a reward that depends on its length."""
 
     blocking: ClassVar[bool] = False
 

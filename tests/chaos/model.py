@@ -1,10 +1,10 @@
-"""What a buffer has to do, in plain dictionaries: the reference that the real one is held against.
+"""A reference model of the buffer in plain dictionaries, which the real one is compared with.
 
-* A group is complete when each of its members has a record; it may be served while its oldest row is within bound, and
-  one whose member began too long ago is not waited for.
-* A batch is the first complete groups in the order of their dispatch, as many as the run says.
-* A batch of one id is the same bytes for ever; a group is in one open batch at a time and in no more acked ones than
-  the run allows.
+* A group is complete when each of its members has a record. It may be served while its oldest row is within bound; a
+  group with a member that began too long ago is retired.
+* A batch consists of the first complete groups in the order of their dispatch, as many as the run spec sets.
+* A batch is the same bytes at every pull. A group is in one open batch at a time, and in at most as many acked batches
+  as the run allows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Group:
-    """``live``: episodes at workers, and the version that they began with. ``members``: those that have a record, and
-    its version."""
+    """A group. ``live``: episodes at workers, with the version that they began with. ``members``: episodes with a
+    record, and its version."""
 
     id: str
     size: int
@@ -28,7 +28,7 @@ class Group:
 
     @property
     def low(self) -> int:
-        """The version that its staleness counts from."""
+        """The lowest version of its rows and live episodes."""
         return min((*self.live.values(), *self.members.values()))
 
     @property
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass
 class Batch:
-    """A batch as its learner knows it."""
+    """A batch as its learner got it."""
 
     id: str
     groups: list[str]
@@ -49,38 +49,38 @@ class Batch:
 
 @dataclass
 class Model:
-    """One run without failures: every record is of a finished episode."""
+    """A run without failures: every record belongs to a finished episode."""
 
-    groups_a_batch: int
+    groups_per_batch: int
     group_size: int
     max_staleness: int
     max_uses: int
     version: int = 0
     records: dict[str, bytes] = field(default_factory=dict)
-    """Episode → its record."""
+    """Records by episode."""
     groups: dict[str, Group] = field(default_factory=dict)
     """In the order of their first dispatch."""
     batches: dict[str, Batch] = field(default_factory=dict)
 
-    def dispatched(self, group: str, episode: str) -> None:
-        """A member was granted to a worker."""
+    def dispatch(self, group: str, episode: str) -> None:
+        """Grant a member to a worker."""
         self.groups.setdefault(group, Group(group, self.group_size)).live[episode] = self.version
 
-    def accepted(self, group: str, episode: str, version: int, record: bytes) -> None:
-        """A record was acknowledged."""
+    def accept(self, group: str, episode: str, version: int, record: bytes) -> None:
+        """Store an acknowledged record."""
         assert episode not in self.records
         self.records[episode] = record
         del self.groups[group].live[episode]
         self.groups[group].members[episode] = version
 
-    def announced(self, version: int) -> None:
-        """A newer version leaves groups behind, for good."""
+    def announce(self, version: int) -> None:
+        """Announce a newer version, and retire the groups that it leaves too far behind."""
         self.version = version
         for group in self.groups.values():
             group.retired = group.retired or (not group.batch and self.is_stale(group))
 
     def is_stale(self, group: Group) -> bool:
-        """Whether its oldest row is, or will be, out of bound."""
+        """Return whether its oldest row is, or will be, out of bound."""
         return self.version - group.low > self.max_staleness
 
     def servable(self) -> list[Group]:
@@ -94,25 +94,25 @@ class Model:
         ]
 
     def next_batch(self) -> list[str] | None:
-        """The groups of the next batch, if there is one."""
-        found = [group.id for group in self.servable()[: self.groups_a_batch]]
-        return found if len(found) == self.groups_a_batch else None
+        """The groups of the next batch; None if too few are ready."""
+        groups = [group.id for group in self.servable()[: self.groups_per_batch]]
+        return groups if len(groups) == self.groups_per_batch else None
 
-    def formed(self, batch: Batch) -> None:
-        """A new batch was served."""
+    def form(self, batch: Batch) -> None:
+        """Add a new batch that was served."""
         for id in batch.groups:
             self.groups[id].batch = batch.id
         self.batches[batch.id] = batch
 
-    def dissolved(self, batch: str) -> None:
-        """It is never served again; its groups are free."""
+    def dissolve(self, batch: str) -> None:
+        """Remove a batch that is never served again; its groups are free."""
         for id in self.batches.pop(batch).groups:
             self.groups[id].batch = ""
 
-    def acked(self, batch: str, version: int) -> None:
-        """Each of its groups has one use more."""
+    def ack(self, batch: str, version: int) -> None:
+        """Ack a batch: each of its groups has one more use."""
         self.batches[batch].acked = True
         for id in self.batches[batch].groups:
             self.groups[id].batch = ""
             self.groups[id].uses += 1
-        self.announced(version)
+        self.announce(version)

@@ -1,4 +1,4 @@
-"""One life of a process: where it runs, and where it is to die."""
+"""The plan of one process: its files and addresses, and the crash point at which it dies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a process is started with."""
+    """The parameters of one start of a process."""
 
     folder: Path
-    """Holds ``data``, ``vault``, ``version`` and the processes' output."""
+    """Folder with ``data``, ``synced``, ``version`` and the output of the processes."""
     url: str
     port: int = 0
     name: str = ""
@@ -22,11 +22,11 @@ class Plan:
     seed: int = 0
     log_file_bytes: int = 128 << 10
     sync_s: float = 0.0
-    refuses_at: int = 0
-    """From this sync of the log on the disk refuses, for a moment; 0: never."""
+    fails_at: int = 0
+    """Number of the sync of the log at which the disk begins to fail for a moment; 0: never."""
     is_cut: bool = False
-    """Whether an orchestrator dies with the power: then nothing outlives it that writes for it."""
-    mutant: str = ""
+    """Whether the orchestrator's death is a power cut: then no process that writes for it outlives it."""
+    fault: str = ""
     slots: int = 8
     turn_s: float = 0.03
 
@@ -35,17 +35,17 @@ class Plan:
         return self.folder / "data"
 
     @property
-    def vault(self) -> Path:
-        return self.folder / "vault"
+    def synced_dir(self) -> Path:
+        return self.folder / "synced"
 
     @property
     def lost(self) -> Path:
-        """A file that is there once the process that writes the log was killed alone."""
+        """A file that exists once the log writer was killed alone."""
         return self.folder / "writer-lost"
 
     @property
     def ready(self) -> Path:
-        """A file that is there once the orchestrator answers requests."""
+        """A file that exists while the orchestrator answers requests."""
         return self.folder / "ready"
 
     def as_json(self) -> str:
@@ -53,5 +53,5 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        given = json.loads(text)
-        return cls(**{**given, "folder": Path(given["folder"])})
+        fields = json.loads(text)
+        return cls(**{**fields, "folder": Path(fields["folder"])})

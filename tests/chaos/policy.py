@@ -1,4 +1,4 @@
-"""The policy of chaos workers: a number, after a while. Its version is the one that the learner wrote last."""
+"""The policy of chaos workers: a random number after a delay, with the version that the learner wrote last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers.fakes import say
 
 
 class Policy:
-    """Answers an arithmetic task at random, so that groups have a spread of rewards only now and then."""
+    """Answers arithmetic tasks at random, so that only some groups have different rewards."""
 
     def sample(self, request: SampleRequest) -> object:
         return self._answer()

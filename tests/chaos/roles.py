@@ -1,7 +1,7 @@
-"""What the child processes run: the real orchestrator, worker and learner, with points to die at.
+"""The child processes of a campaign: the real orchestrator, worker and learner, with crash points.
 
-* Nothing of the code under test is changed; its functions and a few system calls are watched from outside.
-* A process ends when whoever started it ends.
+* The code under test is unchanged; its functions and a few system calls are wrapped from outside.
+* A process ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
 from tests.chaos import environment, policy
-from tests.chaos.disk import Disk
-from tests.chaos.logwriter import LOST
-from tests.chaos.mutants import MUTANTS
+from tests.chaos.crash_points import PR_SET_PDEATHSIG, CrashPoints, die
+from tests.chaos.disk import SimulatedDisk
+from tests.chaos.faults import FAULTS
+from tests.chaos.log_writer import LOST
 from tests.chaos.plan import Plan
-from tests.chaos.points import PR_SET_PDEATHSIG, Points, die
 
 PHASES: dict[str, dict[str, int]] = {
     "orchestrator": {
@@ -61,12 +61,12 @@ PHASES: dict[str, dict[str, int]] = {
         "rotating": 14,
         LOST: 120,
         "snapshotting": 6,
-        "naming": 8,
+        "syncing other files": 8,
         "submitting": 80,
         "leasing": 80,
         "forming": 16,
         "serving": 12,
-        "shelving": 8,
+        "storing an asset": 8,
         "acking": 12,
         "nacking": 4,
         "projecting": 8,
@@ -76,39 +76,39 @@ PHASES: dict[str, dict[str, int]] = {
     "worker": {"leasing": 30, "running": 250, "sending": 6, "uploading": 60, "answered": 60, "renewing": 3},
     "learner": {"pulling": 12, "holding": 12, "acking": 8, "acked": 10, "nacking": 3},
 }
-"""By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.
+"""Phases by role, with the highest pass of its crash points at which a process dies: about a second of work.
 
-Of the orchestrator, ``appending``, ``syncing`` and ``rotating`` (a new file of the log, and its name) are points of the
-process that writes its log, and both die there; ``losing the writer`` is the death of that one alone, and then of an
-orchestrator that has said so. ``naming`` syncs a directory or a file beside the log, ``shelving`` takes an asset,
-``answering`` has stored and told nobody, ``closing`` ends in order. Of the worker, ``leasing`` was granted something,
-``sending`` sends an asset, ``answered`` was told that its records are stored. Of the learner, ``holding`` has a batch,
-``acked`` was told so and has not stored what it learned.
+Orchestrator: ``appending``, ``syncing`` and ``rotating`` (a new file of the log, and its name) are crash points of the
+log writer, where both processes die; in ``losing the writer`` it dies alone, and the orchestrator is killed after it
+reported that. ``syncing other files`` syncs a directory or a file beside the log, ``answering`` has stored a change and
+not responded yet, ``closing`` ends gracefully. Worker: ``leasing`` has got attempts, ``sending`` sends an asset,
+``answered`` has got the response that its records are stored. Learner: ``holding`` has a batch, ``acked`` has got the
+response and has not stored the new version.
 """
 
 STOPPED = 3
-"""Status of an orchestrator that ended its start with a typed error, for nobody wrote its log any more."""
+"""Exit status of an orchestrator whose start ended with a typed error because its log writer was lost."""
 
 
-def settle(plan: Plan) -> Points:
-    """Output to a file, no life without a parent, no keyboard."""
+def set_up_process(plan: Plan) -> CrashPoints:
+    """Write output to a file, end with the parent, and seed the random choices."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     output = os.open(plan.folder / f"{plan.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     random.seed(plan.seed)
-    return Points(plan.phase, plan.passes)
+    return CrashPoints(plan.phase, plan.passes)
 
 
 # The orchestrator ---------------------------------------------------------------------------------------------
 
 
 def orchestrator(plan: Plan) -> None:
-    points = settle(plan)
-    Disk(plan.data, plan.vault, _Naming(points), sync_s=plan.sync_s).install()
-    if plan.mutant:
-        MUTANTS[plan.mutant]()
+    points = set_up_process(plan)
+    SimulatedDisk(plan.data, plan.synced_dir, _OtherSyncPoints(points), sync_s=plan.sync_s).install()
+    if plan.fault:
+        FAULTS[plan.fault]()
     _watch_service(points)
     _start_own_writer(plan)
     settings = Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1)
@@ -127,62 +127,62 @@ def orchestrator(plan: Plan) -> None:
 
 
 def _start_own_writer(plan: Plan) -> None:
-    """Whoever writes the log has points too."""
+    """Use a log writer with crash points."""
     assert writer_process.SUPPORTED
-    command = (sys.executable, "-m", "tests.chaos.logwriter", plan.as_json(), str(os.getpid()))
+    command = (sys.executable, "-m", "tests.chaos.log_writer", plan.as_json(), str(os.getpid()))
     writer_process.COMMAND = command  # type: ignore[assignment]
 
 
-class _Naming:
-    """Points in each sync of what is not a file of the log."""
+class _OtherSyncPoints:
+    """Crash points in each sync of a file or directory other than the log's."""
 
-    def __init__(self, points: Points) -> None:
+    def __init__(self, points: CrashPoints) -> None:
         self._points = points
 
-    def starts(self, path: Path) -> None:
-        self._points.here("naming")
+    def on_start(self, path: Path) -> None:
+        self._points.reach("syncing other files")
 
-    def still_unsafe(self, path: Path) -> None:
-        self._points.here("naming")
+    def before_durable(self, path: Path) -> None:
+        self._points.reach("syncing other files")
 
-    def safe(self, path: Path) -> None:
-        self._points.here("naming")
+    def on_durable(self, path: Path) -> None:
+        self._points.reach("syncing other files")
 
 
-def _watch_service(points: Points) -> None:
+def _watch_service(points: CrashPoints) -> None:
     scan = log_format.scan
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         for item in scan(*args, **kwargs):
-            points.here("replaying")
+            points.reach("replaying")
             yield item
 
     log_format.scan = watched
     claim = DataDirectory.claim.__func__  # type: ignore[attr-defined]
 
     def claimed(kind: type[DataDirectory], path: Path) -> DataDirectory:
-        points.here("claiming")
+        points.reach("claiming")
         directory = claim(kind, path)
-        points.here("claiming")
+        points.reach("claiming")
         return directory
 
     DataDirectory.claim = classmethod(claimed)  # type: ignore[assignment, method-assign]
-    points.around(SubmissionJudge, "judge", "submitting")
-    points.around(pulls, "build_batch", "forming")
-    points.around(pulls, "form", "forming")
-    points.around_async(BatchBodies, "serve", "serving")
-    points.around(Scheduler, "snapshot", "snapshotting")
-    points.around_async(AssetStore, "add", "shelving")
-    points.around(SqliteProjection, "write", "projecting")
-    points.around_async(Store, "close", "closing")
-    points.around_async(Log, "close", "closing")
+    points.wrap(SubmissionJudge, "judge", "submitting")
+    points.wrap(pulls, "build_batch", "forming")
+    points.wrap(pulls, "form", "forming")
+    points.wrap_async(BatchBodies, "serve", "serving")
+    points.wrap(Scheduler, "snapshot", "snapshotting")
+    points.wrap_async(AssetStore, "add", "storing an asset")
+    points.wrap(SqliteProjection, "write", "projecting")
+    points.wrap_async(Store, "close", "closing")
+    points.wrap_async(Log, "close", "closing")
     _watch_routes(points)
 
 
-def _watch_routes(points: Points) -> None:
-    """Make points of the decisions about leases, acks and nacks, and of answers whose events are on disk."""
+def _watch_routes(points: CrashPoints) -> None:
+    """Make crash points of decisions about leases, acks and nacks, and of responses whose events are on disk."""
     phases = {"lease": "leasing", "ack": "acking", "nack": "nacking"}
-    deciding: ContextVar[str] = ContextVar("deciding", default="elsewhere")
+    current_phase: ContextVar[str] = ContextVar("current_phase", default="elsewhere")
     state_at, commit = Scheduler.state_at, Shell.commit
 
     def watched(route: Route) -> Route:
@@ -191,19 +191,19 @@ def _watch_routes(points: Points) -> None:
             return route
 
         async def handle(service: Service, request: Any) -> Any:
-            deciding.set(phases.get(name, "elsewhere"))
+            current_phase.set(phases.get(name, "elsewhere"))
             result = await handler(service, request)
-            points.here("answering")
+            points.reach("answering")
             return result
 
         return replace(route, name=name, handler=handle)
 
     def before(core: Scheduler, now: float) -> Any:
-        points.here(deciding.get())
+        points.reach(current_phase.get())
         return state_at(core, now)
 
     def after(shell: Shell, *args: Any, **kwargs: Any) -> None:
-        points.here(deciding.get())
+        points.reach(current_phase.get())
         commit(shell, *args, **kwargs)
 
     Scheduler.state_at = before  # type: ignore[method-assign]
@@ -211,13 +211,13 @@ def _watch_routes(points: Points) -> None:
     app.ROUTES = tuple(watched(route) for route in app.ROUTES)  # type: ignore[misc]
 
 
-def _after(points: Points, owner: Any, name: str, phase: str) -> None:
-    """What rests on it is on disk, and nobody was told."""
+def _wrap_after(points: CrashPoints, owner: Any, name: str, phase: str) -> None:
+    """Make the end of a coroutine function a crash point of the phase."""
     original: Callable[..., Any] = getattr(owner, name)
 
     async def watched(*args: Any, **kwargs: Any) -> Any:
         result = await original(*args, **kwargs)
-        points.here(phase)
+        points.reach(phase)
         return result
 
     setattr(owner, name, watched)
@@ -227,21 +227,21 @@ def _after(points: Points, owner: Any, name: str, phase: str) -> None:
 
 
 def worker(plan: Plan) -> None:
-    points = settle(plan)
+    points = set_up_process(plan)
     os.environ["CHAOS_VERSION"] = str(plan.folder / "version")
     os.environ["CHAOS_TURN_S"] = str(plan.turn_s)
-    _after(points, OrchestratorConnection, "lease", "leasing")
-    _after(points, OrchestratorConnection, "submit", "answered")
-    _under_way(points, "submit", "uploading")
-    _under_way(points, "send_asset", "sending")
-    _under_way(points, "heartbeat", "renewing")
-    points.around(policy.Policy, "sample", "running")
+    _wrap_after(points, OrchestratorConnection, "lease", "leasing")
+    _wrap_after(points, OrchestratorConnection, "submit", "answered")
+    _wrap_request(points, "submit", "uploading")
+    _wrap_request(points, "send_asset", "sending")
+    _wrap_request(points, "heartbeat", "renewing")
+    points.wrap(policy.Policy, "sample", "running")
     settings = WorkerSettings(name=plan.name, orchestrator=plan.url, slots=plan.slots, grace_s=2)
     raise SystemExit(run_worker(settings, policy="tests.chaos.policy:make"))
 
 
-def _under_way(points: Points, name: str, phase: str) -> None:
-    """Some time after the request was begun, with or without its answer."""
+def _wrap_request(points: CrashPoints, name: str, phase: str) -> None:
+    """Die a short time after a request of the worker was begun, with or without its response."""
     original: Callable[..., Any] = getattr(OrchestratorConnection, name)
 
     async def watched(*args: Any, **kwargs: Any) -> Any:
@@ -256,9 +256,9 @@ def _under_way(points: Points, name: str, phase: str) -> None:
 
 
 def learner(plan: Plan) -> None:
-    """Trains on batches: first on those that its last life left, then on new ones, whole or in shards, with or without
-    the next one fetched ahead; gives some back."""
-    points = settle(plan)
+    """Train on batches: first on those that the previous process left, then on new ones, whole or in shards, with or
+    without prefetch; nack some."""
+    points = set_up_process(plan)
     _watch_requests(points)
     ranks, ahead = random.choice(((1, 0), (1, 1), (2, 0)))
     session = f"{random.getrandbits(64):x}"
@@ -270,24 +270,24 @@ def learner(plan: Plan) -> None:
     while True:
         try:
             if not has_resumed:
-                left = [client.resume("run", shard=rank, shards=ranks) for rank, client in enumerate(clients)]
+                resumed = [client.resume("run", shard=rank, shards=ranks) for rank, client in enumerate(clients)]
                 has_resumed = True
-                for shards in zip(*(part.batches for part in left), strict=True):
+                for shards in zip(*(part.batches for part in resumed), strict=True):
                     _train(plan, points, clients[0], shards)
             for shards in _pulls(clients, ahead):
                 _train(plan, points, clients[0], shards)
         except (BatchSuperseded, BatchAlreadyAcked):
-            continue  # its lease ended while it trained, or the ack before this one got through
+            continue  # its lease ended meanwhile, or an earlier ack was accepted
         except StoreError:
-            time.sleep(0.05)  # the disk refuses: what was asked for may be done or not, and is asked for again
+            time.sleep(0.05)  # the disk fails: the request may be stored or not, and is repeated
         except HeadraceError as error:
-            with (plan.folder / "surprises").open("a") as file:
-                file.write(f"the learner was told {error.code}: {error.detail}\n")
+            with (plan.folder / "unexpected-errors").open("a") as file:
+                file.write(f"the learner got {error.code}: {error.detail}\n")
             time.sleep(0.05)
 
 
 def _pulls(clients: Sequence[Client], ahead: int) -> Iterator[Sequence[Batch]]:
-    """One batch after the other, each as the shards of all ranks."""
+    """Batches, each as the shards of all ranks."""
     if ahead:
         for batch in clients[0].batches("run", timeout_s=120, prefetch=ahead):
             yield [batch]
@@ -297,23 +297,23 @@ def _pulls(clients: Sequence[Client], ahead: int) -> Iterator[Sequence[Batch]]:
         ]
 
 
-def _train(plan: Plan, points: Points, client: Client, shards: Sequence[Batch]) -> None:
-    points.here("holding")
+def _train(plan: Plan, points: CrashPoints, client: Client, shards: Sequence[Batch]) -> None:
+    points.reach("holding")
     for shard in shards:
         shard.verify()
     assert len({shard.id for shard in shards}) == 1
     time.sleep(random.uniform(0, 0.02))
     if random.random() < 0.25:
-        client.nack(shards[0], "by chance")
+        client.nack(shards[0], "a random nack")
         return
     number = int(client.run("run").version.split(".")[1]) + 1
-    made = client.ack(shards[0], f"0.{number}").version
-    points.here("acked")
-    _replace(plan.folder / "version", made)
+    version = client.ack(shards[0], f"0.{number}").version
+    points.reach("acked")
+    _replace(plan.folder / "version", version)
 
 
-def _watch_requests(points: Points) -> None:
-    """Some time after a request was begun, with or without its answer."""
+def _watch_requests(points: CrashPoints) -> None:
+    """Die a short time after a request of the learner was begun, with or without its response."""
     send = ConnectionPool.send
     phases = {"pull": "pulling", "ack": "acking", "nack": "nacking"}
 
@@ -335,4 +335,4 @@ def _replace(file: Path, text: str) -> None:
 
 ROLES = {"orchestrator": orchestrator, "worker": worker, "learner": learner}
 
-_ = app, environment  # loaded before any fork, like all else
+_ = app, environment  # imported before any fork, like everything else

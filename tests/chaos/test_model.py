@@ -1,8 +1,8 @@
-"""Random histories of the real buffer and of a model of it: store, log, projection and scheduler on a real disk.
+"""Random histories of the real buffer and of its model: store, log, projection and scheduler on a real disk.
 
-* After every command the buffer says what the model says; after every restart it is what it was.
-* A restart is in order, or a copy of the directory as a crash would leave it, with an older projection or none.
-* The projection that is built from the log alone equals the one that was lived, row by row.
+* After every command the buffer agrees with the model; after every restart its state is unchanged.
+* A restart is graceful, or uses a copy of the directory as a crash would leave it, with an older projection or none.
+* A projection rebuilt from the log alone equals the one that the service wrote, row by row.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FILE_BYTES = 8 << 10
 """A file of the log holds a few records only: histories cross many of them."""
 
 EXAMPLES = int(os.environ.get("CHAOS_EXAMPLES", "60"))
-"""Histories; `make chaos` asks for more."""
+"""Number of histories; `make chaos` runs more."""
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where the directories are: no power is cut here, and syncs would take most of the time."""
+"""Folder in memory: no power is cut here, and syncs would take most of the time."""
 
 GONE = (BatchSuperseded, BatchAlreadyAcked, UnknownBatch)
 
@@ -119,16 +119,16 @@ class Buffer:
         self.loop.close()
 
     def rows(self) -> dict[str, list[Any]]:
-        """All tables but the cursor's."""
+        """The rows of all tables except the cursor."""
         with sqlite3.connect(self.data / "projection.sqlite") as connection:
             tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            found = {
+            rows = {
                 name: sorted(connection.execute(f"SELECT * FROM {name}").fetchall(), key=repr)
                 for name in tables
                 if name not in ("cursor",) and not name.startswith("sqlite_")
             }
         connection.close()
-        return found
+        return rows
 
 
 def _ack(batch: str, request: messages.AckRequest, state: SchedulerState, now: float) -> messages.AckReply:
@@ -144,7 +144,7 @@ class Histories(RuleBasedStateMachine):
     def begin(self, groups: int, size: int, staleness: int, uses: int) -> None:
         self.scratch = tempfile.TemporaryDirectory(prefix="headrace-model-", dir=MEMORY)
         self.buffer = Buffer(Path(self.scratch.name))
-        self.model = Model(groups_a_batch=groups, group_size=size, max_staleness=staleness, max_uses=uses)
+        self.model = Model(groups_per_batch=groups, group_size=size, max_staleness=staleness, max_uses=uses)
         self.attempts: list[messages.Assignment] = []
         self.session = 0
         self.holder: dict[str, int] = {}
@@ -168,7 +168,7 @@ class Histories(RuleBasedStateMachine):
         request = messages.LeaseRequest(worker="w", slots=64, free=free)
         reply = self.buffer.do(self.buffer.service.lease(request, self.buffer.left))
         for attempt in reply.attempts:
-            self.model.dispatched(attempt.group, attempt.episode)
+            self.model.dispatch(attempt.group, attempt.episode)
         self.attempts += reply.attempts
 
     @precondition(lambda self: self.attempts)
@@ -176,31 +176,31 @@ class Histories(RuleBasedStateMachine):
     def submit(self, count: int, behind: int, length: int) -> None:
         now, self.attempts = self.attempts[:count], self.attempts[count:]
         version = max(0, self.model.version - behind)
-        made = [(attempt, record_of(attempt, version, length)) for attempt in now]
-        reply = self.buffer.do(self.buffer.service.require_stored().submissions.submit("w", submission(made)))
-        for (attempt, record), result in zip(made, reply.results, strict=True):
+        records = [(attempt, record_of(attempt, version, length)) for attempt in now]
+        reply = self.buffer.do(self.buffer.service.require_stored().submissions.submit("w", submission(records)))
+        for (attempt, record), result in zip(records, reply.results, strict=True):
             if result.verdict == "accepted":
-                self.model.accepted(attempt.group, attempt.episode, version, record)
+                self.model.accept(attempt.group, attempt.episode, version, record)
                 self.submitted.append((attempt, record))
             else:  # its lease ran out meanwhile, or its group was retired
                 assert result.verdict in ("superseded", "not-yours"), result
 
     @rule(count=st.integers(2, 8))
     def work(self, count: int) -> None:
-        """Most of the time nothing goes wrong."""
+        """Lease and submit without a failure."""
         self.lease(count)
         if self.attempts:
             self.submit(len(self.attempts), 0, 8)
 
     @rule(count=st.integers(4, 16))
     def work_and_pull(self, count: int) -> None:
-        """The usual course of things."""
+        """Lease, submit and pull."""
         self.work(count)
         self.pull(False)
 
     @rule(count=st.integers(4, 16))
     def work_and_train(self, count: int) -> None:
-        """The usual course of things, to its end."""
+        """Lease, submit, pull and ack."""
         self.work_and_pull(count)
         if self.model.batches:
             self.ack(0, 1, 0)
@@ -218,44 +218,45 @@ class Histories(RuleBasedStateMachine):
 
     @rule(restarts=st.sampled_from([False, False, False, True]))
     def pull(self, restarts: bool) -> None:
-        """``restarts``: the learner is a new process now."""
+        """Pull a batch. ``restarts``: as a new process of the learner."""
         self.session += restarts
         request = messages.PullRequest(learner="learner", session=str(self.session), request=new_id())
-        found = self.buffer.do(self.buffer.service.require_stored().pulls.pull("run", request, self.buffer.left))
-        if isinstance(found, messages.EmptyReply):
+        reply = self.buffer.do(self.buffer.service.require_stored().pulls.pull("run", request, self.buffer.left))
+        if isinstance(reply, messages.EmptyReply):
             open_batches = [batch for batch in self.model.batches.values() if not batch.acked]
-            assert self.model.next_batch() is None or open_batches, (found, self.model)
+            assert self.model.next_batch() is None or open_batches, (reply, self.model)
             return
-        self.served(found)
+        self.check_served(reply)
 
-    def served(self, found: ServedBatch) -> None:
-        self.holder[found.batch] = self.session
-        body = self.buffer.do(whole(found))
-        known = self.model.batches.get(found.batch)
+    def check_served(self, served: ServedBatch) -> None:
+        """Compare a served batch with the model."""
+        self.holder[served.batch] = self.session
+        body = self.buffer.do(whole(served))
+        known = self.model.batches.get(served.batch)
         if known is not None:
             assert not known.acked
             assert body == known.body
-            assert found.generation > known.generation
-            known.generation = found.generation
+            assert served.generation > known.generation
+            known.generation = served.generation
             return
-        manifest = batches.Batch.parse(body, generation=found.generation).manifest
+        manifest = batches.Batch.parse(body, generation=served.generation).manifest
         groups = [group.id for group in manifest.groups]
         for other in {self.model.groups[id].batch for id in groups} - {""}:
-            self.is_dissolved(other)
+            self.check_dissolved(other)
         assert groups == self.model.next_batch(), (groups, self.model.groups, self.model.version)
         assert manifest.staleness_max <= self.model.max_staleness
         records = [record for id in groups for record in self.model.groups[id].members]
         assert sorted(manifest.trajectories) == sorted(codec.decode_head(self.model.records[e]).id for e in records)
-        self.model.formed(Batch(found.batch, groups, body, found.generation))
+        self.model.form(Batch(served.batch, groups, body, served.generation))
 
-    def is_dissolved(self, batch: str) -> None:
-        """A group of an open batch was served in another one: then nobody can ack the first any more."""
+    def check_dissolved(self, batch: str) -> None:
+        """Check that an open batch cannot be acked once one of its groups was served in another batch."""
         with pytest.raises(GONE):
             self.ack_of(batch, self.model.batches[batch].generation, "")
-        self.model.dissolved(batch)
+        self.model.dissolve(batch)
 
     def ack_of(self, batch: str, generation: int, version: str) -> messages.AckReply:
-        """Acked by the learner's newest process, or by the one that the batch was leased to."""
+        """Ack as the learner's newest process, or as the one that the batch was leased to."""
         for session in dict.fromkeys((self.session, self.holder.get(batch, 0))):
             request = messages.AckRequest(
                 learner="learner", session=str(session), generation=generation, version=version
@@ -275,15 +276,15 @@ class Histories(RuleBasedStateMachine):
         try:
             reply = self.ack_of(batch.id, batch.generation - back, f"0.{now}" if step else "")
         except GONE:
-            # An ack comes through unless it is an old one, or the batch was acked, dissolved or released before.
+            # An ack is accepted unless its generation is old, or the batch was acked, dissolved or released before.
             released = self.holder[batch.id] != self.session
             assert back or batch.acked or released or not self.is_open(batch)
             return
-        if batch.acked:  # the echo of the first one: it changes nothing
+        if batch.acked:  # a repeated ack changes nothing
             return
         assert not back
         assert reply.version == f"0.{now}"
-        self.model.acked(batch.id, now)
+        self.model.ack(batch.id, now)
 
     def is_open(self, batch: Batch) -> bool:
         return batch.id in durable_values(self.buffer.core.state)["runs"]["run"]["batches"]
@@ -295,7 +296,7 @@ class Histories(RuleBasedStateMachine):
         self.buffer.do(
             self.buffer.service.execute(lambda state, now: versions.announce(state, state.run("run"), request, now))
         )
-        self.model.announced(version)
+        self.model.announce(version)
 
     # Time and restarts
 
@@ -310,11 +311,11 @@ class Histories(RuleBasedStateMachine):
 
         self.buffer.do(tick())
 
-    @rule(how=st.sampled_from(["in order", "now", "older", "none"]))
+    @rule(how=st.sampled_from(["graceful", "now", "older", "none"]))
     def restart(self, how: str) -> None:
-        """In order, or as after a crash with this projection."""
+        """Restart gracefully, or as after a crash with this projection."""
         before = durable_values(self.buffer.core.state)
-        if how == "in order":
+        if how == "graceful":
             self.buffer.restart()
         else:
             self.buffer.crash(how)
@@ -326,38 +327,38 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         try:
-            self.listing_is_what_was_accepted()
+            self.check_stored_records()
             self.buffer.restart()
             self.buffer.stop()
-            lived = self.buffer.rows()
+            written = self.buffer.rows()
             for file in self.buffer.data.glob("projection*"):
                 file.unlink()
             self.buffer._start()
             self.buffer.stop()
-            assert self.buffer.rows() == lived
+            assert self.buffer.rows() == written
             self.buffer._start()
         finally:
             self.buffer.end()
             self.scratch.cleanup()
 
-    def listing_is_what_was_accepted(self) -> None:
+    def check_stored_records(self) -> None:
         store = self.buffer.service.require_stored().shell.store
         self.buffer.do(store.project())
         for episode, record in self.model.records.items():
-            found = store.projection.find_episode(episode)
-            assert found is not None
-            assert store.log.read(found.location) == record
+            stored = store.projection.find_episode(episode)
+            assert stored is not None
+            assert store.log.read(stored.location) == record
 
 
 def record_of(attempt: messages.Assignment, version: int, length: int) -> bytes:
-    """A valid record of the attempt, of this version throughout."""
+    """A valid record of the attempt, with all rows of this version."""
     number = Version(0, version)
     segment = make_segment(spans=((length - 4, length),), version=number)
     return codec.encode(record_for(attempt, segments=[segment], provenance=Provenance(worker="w")))
 
 
 @pytest.mark.timeout(600)
-def test_after_every_history_the_buffer_is_what_the_model_says() -> None:
+def test_after_every_history_the_buffer_agrees_with_the_model() -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(

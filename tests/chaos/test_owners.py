@@ -1,8 +1,8 @@
-"""Two orchestrators and one data directory: the lock keeps the second out, and where it was lost the epoch does.
+"""Two orchestrators and one data directory: the lock keeps the second out; if the lock is lost, the epoch does.
 
-* A second one is refused while the first stands still, however long that takes.
-* One that wakes up beside its successor acknowledges nothing any more, writes nothing into the successor's files, and
-  says who has the directory.
+* A second orchestrator is refused while the first is stopped, however long that takes.
+* An old orchestrator that continues beside the new one acknowledges nothing, writes nothing into the new one's files,
+  and names the new owner of the directory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tests.orchestrator.serving import Api, Process, record_for, submission
 
 @pytest.fixture
 def old(data_dir: Path) -> Iterator[Process]:
-    yield from ended(Process(data_dir))
+    yield from ending(Process(data_dir))
 
 
 @pytest.fixture
 def new(data_dir: Path) -> Iterator[Process]:
-    yield from ended(Process(data_dir))
+    yield from ending(Process(data_dir))
 
 
-def ended(process: Process) -> Iterator[Process]:
+def ending(process: Process) -> Iterator[Process]:
     yield process
     process.end()
 
 
-async def test_a_second_orchestrator_is_refused_while_the_first_stands_still(old: Process, data_dir: Path) -> None:
+async def test_a_second_orchestrator_is_refused_while_the_first_is_stopped(old: Process, data_dir: Path) -> None:
     url = old.start()
     old.signal(signal.SIGSTOP)
     with pytest.raises(DataDirectoryInUse, match="belongs to a running orchestrator"):
@@ -46,7 +46,7 @@ async def test_a_second_orchestrator_is_refused_while_the_first_stands_still(old
         await Api(session).create_run()
 
 
-async def test_an_old_orchestrator_that_wakes_beside_the_new_one_acknowledges_nothing(
+async def test_an_old_orchestrator_that_continues_beside_the_new_one_acknowledges_nothing(
     old: Process, new: Process, data_dir: Path
 ) -> None:
     async with aiohttp.ClientSession(old.start(log_file_bytes=4096)) as session:
@@ -54,18 +54,18 @@ async def test_an_old_orchestrator_that_wakes_beside_the_new_one_acknowledges_no
         await first.create_run()
         attempts = await first.lease(free=4)
         old.signal(signal.SIGSTOP)
-        asked_in_its_sleep = asyncio.create_task(post(first, submission((a, record_for(a)) for a in attempts[2:])))
-        (data_dir / "owner").unlink()  # so a lock is lost: its file is gone, or its volume is attached elsewhere
+        sent_while_stopped = asyncio.create_task(post(first, submission((a, record_for(a)) for a in attempts[2:])))
+        (data_dir / "owner").unlink()  # a lock is lost like that: its file is deleted, or its volume attached elsewhere
 
         async with aiohttp.ClientSession(new.start(log_file_bytes=4096)) as other:
             second = Api(other)
             results = await second.submit(submission((a, record_for(a)) for a in attempts))
             assert {result.verdict for result in results} == {"accepted"}
             old.signal(signal.SIGCONT)
-            status, answer = await asked_in_its_sleep
+            status, answer = await sent_while_stopped
             assert status == 507
             assert "was taken by another orchestrator, of epoch 2" in answer
-            for _ in range(3):  # nor later, nor in a new file of its own
+            for _ in range(3):  # also later, and in a new file of its own
                 status, answer = await post(first, submission((a, record_for(a)) for a in attempts))
                 assert status == 503
                 assert "was taken by another orchestrator" in answer
@@ -88,7 +88,7 @@ async def test_an_old_orchestrator_that_wakes_beside_the_new_one_acknowledges_no
 
 
 async def post(api: Api, body: bytes) -> tuple[int, str]:
-    """Submit, whatever the answer."""
+    """Submit; returns status and text of the response."""
     async with api.session.post("/v1/worker/submit?worker=worker-1", data=body) as answer:
         return answer.status, await answer.text()
 

@@ -1,9 +1,9 @@
-"""An independent checker: holds what was seen to be acknowledged against what the service has after all its crashes.
+"""An independent checker: compares everything that was acknowledged with the data that the service has after crashes.
 
 * No acknowledged trajectory is lost: each is there once, with the same bytes.
-* No batch is acked twice: the log has one ack for each, and it is one that was answered.
+* No batch is acked twice, and every ack that was answered is in the log.
 * A redelivered batch is byte-identical.
-* What acknowledged records refer to is there, with the bytes of its name.
+* Assets of acknowledged records are stored, and their bytes match their names.
 * No trajectory is in two acked batches of a run with one use.
 
 It reads the log with a reader of its own, not with the service's.
@@ -34,9 +34,9 @@ CONTROL = 2
 
 @dataclass
 class Findings:
-    """What is wrong (nothing, if the service keeps its promise), and how much was checked."""
+    """Violations of the service's promises, and the number of checked items."""
 
-    wrong: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     records: int = 0
     batches: int = 0
     redelivered: int = 0
@@ -44,75 +44,86 @@ class Findings:
     assets: int = 0
 
 
-def check(url: str, run: str, data: Path, seen: Acknowledged) -> Findings:
-    """Ask the service at ``url``, and read its data directory."""
-    found = Findings(records=len(seen.records), batches=len(seen.batches), acks=len(seen.acks), assets=len(seen.assets))
-    _check_records(url, run, seen, found)
-    _check_assets(url, seen, found)
-    _check_batches(seen, found)
-    _check_acks(data, seen, found)
-    _check_uses(seen, found)
-    return found
+def check(url: str, run: str, data: Path, acknowledged: Acknowledged) -> Findings:
+    """Check the service at ``url`` and its data directory."""
+    findings = Findings(
+        records=len(acknowledged.records),
+        batches=len(acknowledged.batches),
+        acks=len(acknowledged.acks),
+        assets=len(acknowledged.assets),
+    )
+    _check_records(url, run, acknowledged, findings)
+    _check_assets(url, acknowledged, findings)
+    _check_batches(acknowledged, findings)
+    _check_acks(data, acknowledged, findings)
+    _check_uses(acknowledged, findings)
+    return findings
 
 
-def _check_records(url: str, run: str, seen: Acknowledged, found: Findings) -> None:
+def _check_records(url: str, run: str, acknowledged: Acknowledged, findings: Findings) -> None:
     with Client(url, keepalive=False) as client:
         stored = {}
         for item in client.trajectories(run):
             if item.episode in stored:
-                found.wrong.append(f"episode {item.episode} has two terminal records")
+                findings.violations.append(f"episode {item.episode} has two terminal records")
             stored[item.episode] = item.id
-        for episode, hashes in seen.records.items():
+        for episode, hashes in acknowledged.records.items():
             if len(hashes) != 1:
-                found.wrong.append(f"episode {episode} was accepted {len(hashes)} times")
+                findings.violations.append(f"episode {episode} was accepted {len(hashes)} times")
             if episode not in stored:
-                found.wrong.append(f"episode {episode} was acknowledged and is lost")
+                findings.violations.append(f"episode {episode} was acknowledged and is lost")
                 continue
             try:
                 content = fetch(f"{url}/v1/trajectories/{stored[episode]}")
             except urllib.error.HTTPError as error:
-                found.wrong.append(f"episode {episode} was acknowledged and cannot be fetched: {error.code}")
+                findings.violations.append(f"episode {episode} was acknowledged and cannot be fetched: {error.code}")
                 continue
             if hashlib.sha256(content).hexdigest() != hashes[0]:
-                found.wrong.append(f"episode {episode} is stored with other bytes than were acknowledged")
+                findings.violations.append(f"episode {episode} is stored with other bytes than were acknowledged")
 
 
-def _check_assets(url: str, seen: Acknowledged, found: Findings) -> None:
-    for name in sorted(seen.assets):
+def _check_assets(url: str, acknowledged: Acknowledged, findings: Findings) -> None:
+    for name in sorted(acknowledged.assets):
         try:
             content = fetch(f"{url}/v1/assets/{name}")
         except urllib.error.HTTPError as error:
-            found.wrong.append(f"asset {name} of an acknowledged record cannot be fetched: {error.code}")
+            findings.violations.append(f"asset {name} of an acknowledged record cannot be fetched: {error.code}")
             continue
         if hashlib.sha256(content).hexdigest() != name:
-            found.wrong.append(f"asset {name} has other bytes than its name says")
+            findings.violations.append(f"asset {name} has other bytes than its name says")
 
 
-def _check_batches(seen: Acknowledged, found: Findings) -> None:
-    for batch, bodies in seen.batches.items():
-        found.redelivered += len(bodies) > 1
+def _check_batches(acknowledged: Acknowledged, findings: Findings) -> None:
+    for batch, bodies in acknowledged.batches.items():
+        findings.redelivered += len(bodies) > 1
         if len(set(bodies)) != 1:
-            found.wrong.append(f"batch {batch} was served as {len(set(bodies))} different bodies")
-        if sorted(seen.generations[batch]) != seen.generations[batch]:
-            found.wrong.append(f"batch {batch} went back a generation: {seen.generations[batch]}")
+            findings.violations.append(f"batch {batch} was served as {len(set(bodies))} different bodies")
+        if sorted(acknowledged.generations[batch]) != acknowledged.generations[batch]:
+            findings.violations.append(f"batch {batch} went back a generation: {acknowledged.generations[batch]}")
 
 
-def _check_acks(data: Path, seen: Acknowledged, found: Findings) -> None:
+def _check_acks(data: Path, acknowledged: Acknowledged, findings: Findings) -> None:
     logged = Counter(record["batch"] for record in control_records(data) if record["type"] == "BatchAcked")
-    found.wrong += [f"batch {batch} was acked {count} times" for batch, count in logged.items() if count > 1]
-    found.wrong += [
-        f"batch {batch} was acked under {len(acks)} leases" for batch, acks in seen.acks.items() if len(acks) > 1
+    findings.violations += [f"batch {batch} was acked {count} times" for batch, count in logged.items() if count > 1]
+    findings.violations += [
+        f"batch {batch} was acked under {len(acks)} leases"
+        for batch, acks in acknowledged.acks.items()
+        if len(acks) > 1
     ]
-    found.wrong += [f"the ack of batch {batch} was answered and is lost" for batch in seen.acks if not logged[batch]]
+    findings.violations += [
+        f"the ack of batch {batch} was answered and is lost" for batch in acknowledged.acks if not logged[batch]
+    ]
 
 
-def _check_uses(seen: Acknowledged, found: Findings) -> None:
-    uses = Counter(trajectory for batch in seen.acks for trajectory in seen.members[batch])
-    found.wrong += [f"trajectory {item} is in {count} acked batches" for item, count in uses.items() if count > 1]
+def _check_uses(acknowledged: Acknowledged, findings: Findings) -> None:
+    uses = Counter(trajectory for batch in acknowledged.acks for trajectory in acknowledged.members[batch])
+    findings.violations += [
+        f"trajectory {item} is in {count} acked batches" for item, count in uses.items() if count > 1
+    ]
 
 
 def control_records(data: Path) -> Iterator[dict[str, Any]]:
-    """Control records of the log. What is no whole frame is passed over, and a second copy where the first is whole."""
+    """Events in the control frames of the log. Damaged frames are skipped, and second copies of intact ones."""
     for file in sorted((data / "log").glob("*.log")):
         content, offset, first = file.read_bytes(), 0, -1
         while offset + HEADER_BYTES <= len(content):
@@ -142,7 +153,7 @@ def _frame(content: bytes, offset: int) -> tuple[int, int, bytes] | None:
 
 
 def fetch(url: str) -> bytes:
-    """The body of a GET, without the client under test."""
+    """Fetch the body of a URL without the client under test."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=10) as answer:
         return bytes(answer.read())

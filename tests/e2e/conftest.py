@@ -12,7 +12,7 @@ from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 
 
 class Service(NamedTuple):
-    """A running orchestrator and tiny policy; workers and learners are for the test to add."""
+    """A running orchestrator and tiny policy; tests add workers and learners."""
 
     processes: Processes
     orchestrator: Process
@@ -32,7 +32,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     url, policy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{policy_port}"
     with Processes(tmp_path / "logs") as processes:
         processes.tiny_policy(policy_port).start()
-        made = Service(processes, processes.orchestrator(tmp_path / "data", port), url, policy, tmp_path / "data")
-        made.restart()
+        service = Service(processes, processes.orchestrator(tmp_path / "data", port), url, policy, tmp_path / "data")
+        service.restart()
         wait_for("the policy is ready", lambda: answers(f"{policy}/health"))
-        yield made
+        yield service

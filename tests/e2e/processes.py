@@ -17,7 +17,7 @@ from types import TracebackType
 ROOT = Path(__file__).parents[2]
 
 START_S = 60.0
-"""A process must answer within this time. What it imports takes a second to load, half a minute on a busy machine."""
+"""Seconds in which a process must answer. Its imports take a second, or half a minute on a busy machine."""
 
 
 class Process:
@@ -56,16 +56,16 @@ class Process:
         return None if self._child is None else self._child.poll()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would; returns when it is gone."""
+        """Send SIGKILL, as a crash would, and wait for the end."""
         self.end(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to it while it runs, such as one that makes it stand still."""
+        """Send a signal to the running process, such as one that stops it."""
         assert self._child is not None
         self._child.send_signal(number)
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40.0) -> int:
-        """Send the signal and wait for the end; a process that does not end is killed and the test fails."""
+        """Send the signal and wait for the end. A process that does not end is killed, and the test fails."""
         if self._child is None:
             return 0
         if self._child.poll() is None:
@@ -82,7 +82,7 @@ class Process:
 
 
 class Processes:
-    """All processes of a test; killed at the end, whatever happens, and their logs shown if it failed."""
+    """All processes of a test. They are killed at the end; if the test fails, their logs are shown."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,23 +122,25 @@ class Processes:
 
 
 def free_port() -> int:
-    """A loopback port that is free now; fixed, so that a restarted process is found again."""
+    """A loopback port that is free now. It is fixed, so that clients find a restarted process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = START_S, *, every_s: float = 0.05) -> None:
-    """Poll a real process until the condition holds; fail with what was awaited."""
+def wait_for(
+    description: str, condition: Callable[[], bool], timeout_s: float = START_S, *, every_s: float = 0.05
+) -> None:
+    """Poll until the condition holds; fail with its description after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {description}"
         time.sleep(every_s)
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Return whether a GET is answered with 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=2) as answer:

@@ -1,8 +1,8 @@
-"""A recording proxy between the orchestrator and everybody who talks to it.
+"""A recording proxy between the orchestrator and its clients.
 
-* It writes down what the orchestrator acknowledged, as the other side saw it: accepted records, pulled batches, acks.
-* It keeps no state of the service and decodes only what it needs, so that it can accuse the service.
-* While the orchestrator is down it drops connections, as a dead process would.
+* It records everything that the orchestrator acknowledged, as clients got it: accepted records, pulled batches, acks.
+* It uses no state of the service and decodes only what it needs, so that it can detect the service's errors.
+* While the orchestrator is down, it drops connections, as a dead process would.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 @dataclass
 class Acknowledged:
-    """What was seen to be acknowledged."""
+    """Everything that was acknowledged to a client."""
 
     records: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Episode → sha256 of each record that was answered ``accepted``."""
+    """By episode: SHA-256 of each record that was answered ``accepted``."""
     batches: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Batch, or shard of a batch → sha256 of each body that was served for it."""
+    """By batch, or shard of a batch: SHA-256 of each body that was served."""
     generations: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """The same → generations it was served under."""
+    """By batch or shard: generations under which it was served."""
     acks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Batch → generations whose ack was answered with 200."""
+    """By batch: generations whose ack was answered with 200."""
     members: dict[str, list[str]] = field(default_factory=dict)
-    """Batch → ids of its trajectories."""
+    """By batch: ids of its trajectories."""
     assets: set[str] = field(default_factory=set)
-    """Names of what accepted records refer to."""
+    """Names of the assets that accepted records refer to."""
     granted: set[str] = field(default_factory=set)
     """Episodes that were granted to a worker."""
     epochs: set[int] = field(default_factory=set)
 
 
 class Recorder:
-    """Runs the proxy on a thread of its own. Use as a context manager; ``url`` is where clients connect."""
+    """Runs the proxy in a thread. Use as a context manager; clients connect to ``url``."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
-        self.seen = Acknowledged()
+        self.acknowledged = Acknowledged()
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="recorder")
@@ -87,7 +87,7 @@ class Recorder:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.read()
-        except ConnectionResetError:  # whoever asked was killed
+        except ConnectionResetError:  # the client was killed
             raise asyncio.CancelledError from None
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP_HEADERS}
         try:
@@ -95,7 +95,7 @@ class Recorder:
                 request.method, self.upstream + request.path_qs, data=body, headers=headers
             ) as answer:
                 content = await answer.read()
-                self._note(request.path, body, answer.status, answer.headers, content)
+                self._record(request.path, body, answer.status, answer.headers, content)
                 kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_HEADERS}
                 return web.Response(status=answer.status, headers=kept, body=content)
         except aiohttp.ClientError:
@@ -103,39 +103,39 @@ class Recorder:
                 request.transport.abort()
             raise asyncio.CancelledError from None
 
-    def _note(self, path: str, sent: bytes, status: int, headers, got: bytes) -> None:  # type: ignore[no-untyped-def]
+    def _record(self, path: str, sent: bytes, status: int, headers, received: bytes) -> None:  # type: ignore[no-untyped-def]
         if status != 200:
             return
         if "Headrace-Epoch" in headers:
-            self.seen.epochs.add(int(headers["Headrace-Epoch"]))
+            self.acknowledged.epochs.add(int(headers["Headrace-Epoch"]))
         parts = path.strip("/").split("/")
         if parts[1:] == ["worker", "submit"]:
-            verdicts = {item["episode"]: item["verdict"] for item in json.loads(got)["results"]}
+            verdicts = {item["episode"]: item["verdict"] for item in json.loads(received)["results"]}
             for episode, record in split_submission(sent):
                 if verdicts.get(episode) == "accepted":
-                    self.seen.records[episode].append(hashlib.sha256(record).hexdigest())
-                    self.seen.assets.update(asset.name for asset in decode_head(record).assets)
+                    self.acknowledged.records[episode].append(hashlib.sha256(record).hexdigest())
+                    self.acknowledged.assets.update(asset.name for asset in decode_head(record).assets)
         elif parts[1:] == ["worker", "lease"]:
-            self.seen.granted.update(attempt["episode"] for attempt in json.loads(got).get("attempts", []))
+            self.acknowledged.granted.update(attempt["episode"] for attempt in json.loads(received).get("attempts", []))
         elif parts[-1] == "pull" and "batch" in headers.get("Content-Type", ""):
-            manifest = Batch.parse(memoryview(got)).manifest
-            wanted = json.loads(sent)
-            shards = wanted.get("shards", 1)
-            served = manifest.batch if shards == 1 else f"{manifest.batch}, shard {wanted.get('shard', 0)} of {shards}"
-            self.seen.members[manifest.batch] = manifest.trajectories
-            self.seen.batches[served].append(hashlib.sha256(got).hexdigest())
-            self.seen.generations[served].append(int(headers["Headrace-Generation"]))
+            manifest = Batch.parse(memoryview(received)).manifest
+            pull = json.loads(sent)
+            shards = pull.get("shards", 1)
+            served = manifest.batch if shards == 1 else f"{manifest.batch}, shard {pull.get('shard', 0)} of {shards}"
+            self.acknowledged.members[manifest.batch] = manifest.trajectories
+            self.acknowledged.batches[served].append(hashlib.sha256(received).hexdigest())
+            self.acknowledged.generations[served].append(int(headers["Headrace-Generation"]))
         elif parts[-1] == "ack":
-            self.seen.acks[parts[-2]].add(json.loads(sent)["generation"])
+            self.acknowledged.acks[parts[-2]].add(json.loads(sent)["generation"])
 
 
 def split_submission(body: bytes) -> list[tuple[str, bytes]]:
-    """(episode, record) of a submission body, as ``headrace.wire.messages.SubmissionHead`` describes it."""
+    """Episodes and records of a submission body, as ``headrace.wire.messages.SubmissionHead`` describes it."""
     (length,) = struct.unpack_from("<I", body)
     heads = json.loads(body[4 : 4 + length])
     offset = -(-(4 + length) // 64) * 64
-    found = []
+    records = []
     for head in heads:
-        found.append((head["episode"], body[offset : offset + head["size_bytes"]]))
+        records.append((head["episode"], body[offset : offset + head["size_bytes"]]))
         offset += head["size_bytes"]
-    return found
+    return records

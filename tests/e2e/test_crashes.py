@@ -1,4 +1,4 @@
-"""Everything is killed during a run, and nothing that was acknowledged is lost or doubled.
+"""Every process is killed during a run, and nothing that was acknowledged is lost or duplicated.
 
 Orchestrator, worker, policy and learner are real processes that talk HTTP over loopback; each kill is SIGKILL.
 """
@@ -52,25 +52,25 @@ def test_kills_of_every_process_lose_nothing_and_ack_nothing_twice(tmp_path: Pat
             assert process.end() == 0, process.tail()
         orchestrator.start()
         wait_for("a last start", lambda: answers(f"{upstream}/readyz"))
-        findings = check(upstream, RUN, data, recorder.seen)
-        assert findings.wrong == []
+        findings = check(upstream, RUN, data, recorder.acknowledged)
+        assert findings.violations == []
         assert_that_enough_happened(findings, recorder)
 
 
 def crash_everything(
     recorder: Recorder, upstream: str, orchestrator: Process, workers: list[Process], learner: Process
 ) -> None:
-    """Kill each process while there is work in it, twice; the orchestrator for less and for more than a lease term."""
-    seen = recorder.seen
+    """Kill each process twice while it works; the orchestrator for less and for more than a lease term."""
+    acknowledged = recorder.acknowledged
     for round_number in (1, 2):
-        records, batches, acks = len(seen.records), len(seen.batches), len(seen.acks)
-        wait_for("records since the last kill", lambda known=records: len(seen.records) > known + 20)
+        records, batches, acks = len(acknowledged.records), len(acknowledged.batches), len(acknowledged.acks)
+        wait_for("records since the last kill", lambda before=records: len(acknowledged.records) > before + 20)
         workers[0].kill()
-        wait_for("a batch since the last kill", lambda known=batches: len(seen.batches) > known)
+        wait_for("a batch since the last kill", lambda before=batches: len(acknowledged.batches) > before)
         learner.kill()
         workers[0].start()
         learner.start()
-        wait_for("an ack since the last kill", lambda known=acks: len(seen.acks) > known + 1)
+        wait_for("an ack since the last kill", lambda before=acks: len(acknowledged.acks) > before + 1)
         orchestrator.kill()
         if round_number == 2:
             learner.kill()
@@ -81,13 +81,13 @@ def crash_everything(
 
 
 def assert_that_enough_happened(findings: Findings, recorder: Recorder) -> None:
-    """A test that crashed nothing in flight would prove nothing."""
+    """Check that there was enough work in flight; otherwise the test would prove nothing."""
     assert findings.records > 200
     assert findings.acks >= VERSIONS - 2
-    assert len(recorder.seen.epochs) >= 3
+    assert len(recorder.acknowledged.epochs) >= 3
 
 
-def test_a_killed_learner_gets_the_very_batch_again(tmp_path: Path) -> None:
+def test_a_killed_learner_gets_the_same_batch_again(tmp_path: Path) -> None:
     port, policy_port = free_port(), free_port()
     upstream, policy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{policy_port}"
     with Processes(tmp_path / "logs") as processes, Recorder(upstream) as recorder:
@@ -97,16 +97,16 @@ def test_a_killed_learner_gets_the_very_batch_again(tmp_path: Path) -> None:
         processes.worker("worker", upstream, policy).start()
         with Client(recorder.url, keepalive=False) as first:
             first.create_run(SPEC)
-            held = first.pull(RUN, timeout_s=60)
+            leased = first.pull(RUN, timeout_s=60)
         orchestrator.kill()
         orchestrator.start()
         wait_for("the orchestrator is ready again", lambda: answers(f"{upstream}/readyz"))
         with Client(recorder.url, keepalive=False) as second:
             again = second.pull(RUN, timeout_s=60)
-            assert again.id == held.id
-            assert again.generation == held.generation + 1
-            assert len(recorder.seen.batches[held.id]) == 2
-            assert len(set(recorder.seen.batches[held.id])) == 1
+            assert again.id == leased.id
+            assert again.generation == leased.generation + 1
+            assert len(recorder.acknowledged.batches[leased.id]) == 2
+            assert len(set(recorder.acknowledged.batches[leased.id])) == 1
             with pytest.raises(HeadraceError, match="generation"):
-                first.ack(held, version=1)
+                first.ack(leased, version=1)
             second.ack(again, version=1)

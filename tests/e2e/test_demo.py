@@ -10,12 +10,12 @@ import sys
 import pytest
 
 SECONDS = 600
-"""For the demo: it takes twenty on an idle machine, and what it learns does not depend on it."""
+"""Time limit of the demo: it takes twenty seconds on an idle machine, and its result does not depend on the time."""
 
 
 @pytest.mark.timeout(SECONDS + 120)
 def test_the_demo_learns_and_its_control_does_not() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "headrace_orchestrator.cli", "demo", "--json", "--seconds", f"{SECONDS}"],
         capture_output=True,
         text=True,
@@ -23,10 +23,10 @@ def test_the_demo_learns_and_its_control_does_not() -> None:
         timeout=SECONDS + 60,
         env={key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_URL")},
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["targets"], found["solved"], found["failures"]) == (50, 50, 0)
-    assert found["mean_guesses"] <= 5.1
-    assert found["mean_guesses"] < found["uniform_guesses"] == pytest.approx(6.18, abs=0.005)
-    assert found["binary_search_guesses"] == pytest.approx(4.86, abs=0.005)
-    assert found["control"]["mean_guesses"] >= found["first"]["mean_guesses"]
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout.splitlines()[-1])
+    assert (result["targets"], result["solved"], result["failures"]) == (50, 50, 0)
+    assert result["mean_guesses"] <= 5.1
+    assert result["mean_guesses"] < result["uniform_guesses"] == pytest.approx(6.18, abs=0.005)
+    assert result["binary_search_guesses"] == pytest.approx(4.86, abs=0.005)
+    assert result["control"]["mean_guesses"] >= result["first"]["mean_guesses"]

@@ -43,20 +43,20 @@ def test_a_base_install_pulls_a_batch_and_computes_advantages(working: Service, 
     assert "aiohttp" not in answer["installed"]
 
 
-async def test_an_async_learner_goes_through_a_list_to_its_end(working: Service) -> None:
-    seen: list[str] = []
+async def test_an_async_learner_trains_on_a_list_to_its_end(working: Service) -> None:
+    tasks: list[str] = []
     async with AsyncClient(working.url) as client:
         await client.create_run({"name": "list", "tasks": ARITHMETIC, "batch_size": 3, **LIMITS})
         async with asyncio.timeout(60):
             async for batch in client.batches("list"):
                 batch.verify()
-                seen += [trajectory.task.id for trajectory in batch.trajectories]
+                tasks += [trajectory.task.id for trajectory in batch.trajectories]
                 await client.ack(batch)
-        assert sorted(seen) == [str(number) for number in range(8)]
+        assert sorted(tasks) == [str(number) for number in range(8)]
         assert (await client.run("list")).state == "finished"
 
 
-def test_submitted_groups_are_awaited_by_id_and_end_served_or_in_a_typed_failure(working: Service) -> None:
+def test_submitted_groups_are_awaited_by_id_and_are_served_or_end_in_a_typed_failure(working: Service) -> None:
     with Client(working.url, keepalive=False) as client:
         client.create_run({"name": "own", "group_size": 2, "short_groups": "serve", **LIMITS})
         good, bad = client.submit_groups("own", [ARITHMETIC[0], {"environment": "example:NowhereInstalled", "seed": 0}])
@@ -95,14 +95,14 @@ def test_two_player_games_train_against_a_frozen_opponent(working: Service) -> N
         assert all(not segment.train and segment.policy.base == "frozen" for segment in frozen)
 
 
-def test_a_finished_run_says_so_at_once_whatever_the_patience(working: Service) -> None:
+def test_a_pull_of_a_finished_run_raises_at_once_whatever_its_timeout(working: Service) -> None:
     with Client(working.url, keepalive=False) as client:
         client.create_run({"name": "short", "tasks": [], **LIMITS})
         with pytest.raises(RunFinished, match="tasks exhausted"):
             client.pull("short", timeout_s=60)
 
 
-def test_an_unknown_environment_has_its_own_error_where_it_is_made() -> None:
+def test_making_an_unknown_environment_raises_an_error_of_its_own() -> None:
     import headrace
 
     with pytest.raises(UnknownEnvironment, match="game:GuessTheNumber"):

@@ -1,5 +1,5 @@
-"""Policy servers as real processes. Those that fail, in every way they can: their turns are played elsewhere, and
-nothing of it is a reward. Those that score: their logprobs come with the batch."""
+"""Policy servers as real processes. Turns of a failing server, whatever its fault, are played at another one, and no
+fault becomes a reward. Logprobs of scorers come with the batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TASKS = [{"environment": "game:GuessTheNumber-v0-easy", "seed": seed} for seed i
 
 
 class Deployment(NamedTuple):
-    """A service with one worker, and policy servers: one that does as it is told, and one that is honest."""
+    """A service with one worker and two policy servers: ``faulty`` fails as a test sets it, ``healthy`` never fails."""
 
     processes: Processes
     client: Client
-    liar: str
-    honest: str
+    faulty: str
+    healthy: str
 
     def add_server(self) -> tuple[Process, str]:
-        """One more policy server."""
+        """Add a policy server."""
         port = free_port()
         process = self.processes.tiny_policy(port).start()
         wait_for("the policy is ready", lambda: answers(f"http://127.0.0.1:{port}/health"))
@@ -61,8 +61,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         wait_for("the orchestrator is ready", lambda: answers(f"{url}/readyz"))
         processes.worker("worker", url, "", slots=EPISODES).start()
         with Client(url, keepalive=False) as client:
-            made = Deployment(processes, client, "", "")
-            yield made._replace(liar=made.add_server()[1], honest=made.add_server()[1])
+            base = Deployment(processes, client, "", "")
+            yield base._replace(faulty=base.add_server()[1], healthy=base.add_server()[1])
 
 
 def misbehave(address: str, **settings: Any) -> None:
@@ -95,17 +95,17 @@ def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_o
     deployment: Deployment, fault: str
 ) -> None:
     settings, kind = FAULTS[fault]
-    misbehave(deployment.liar, **settings)
+    misbehave(deployment.faulty, **settings)
     name = fault.replace(" ", "-")
     limits = {"policy_timeout_s": 2.0 if fault == "slow" else 20.0}
-    deployment.run(f"{name}-two", deployment.liar, deployment.honest, limits=limits)
+    deployment.run(f"{name}-two", deployment.faulty, deployment.healthy, limits=limits)
     once = {"max_attempts": 1, "quarantine_after": 100}
-    deployment.run(f"{name}-one", deployment.liar, limits=limits, retries=once, short_groups="serve")
+    deployment.run(f"{name}-one", deployment.faulty, limits=limits, retries=once, short_groups="serve")
 
     batch = deployment.client.pull(f"{name}-two", timeout_s=60)
     assert {trajectory.status for trajectory in batch.trajectories} <= {"finished", "truncated"}
     assert len(batch.trajectories) == EPISODES
-    assert {trajectory.provenance.endpoints[-1] for trajectory in batch.trajectories} == {deployment.honest}
+    assert {trajectory.provenance.endpoints[-1] for trajectory in batch.trajectories} == {deployment.healthy}
 
     with pytest.raises(RunFinished):
         deployment.client.pull(f"{name}-one", timeout_s=60)
@@ -115,9 +115,9 @@ def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_o
         ("policy", kind, None)
     }
     assert all("Turn 0: " in item.failure.message for item in failed if item.failure)
-    assert deployment.client.trajectory(failed[0].id).provenance.endpoints == [deployment.liar]
+    assert deployment.client.trajectory(failed[0].id).provenance.endpoints == [deployment.faulty]
     worker = deployment.client.status().workers[0]
-    assert worker.stats.get(f"policy_failures {deployment.honest}", 0.0) == 0.0
+    assert worker.stats.get(f"policy_failures {deployment.healthy}", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -127,7 +127,7 @@ def test_an_engine_that_dies_or_freezes_in_the_middle_of_turns_costs_no_episode(
     process, address = deployment.add_server()
     misbehave(address, slow_s=60.0)
     name = number.name.lower()
-    deployment.run(name, address, deployment.honest, limits={"policy_timeout_s": 60.0})
+    deployment.run(name, address, deployment.healthy, limits={"policy_timeout_s": 60.0})
     wait_for("turns are sampled there", lambda: running(address) > 0)
     process.send(number)
     batch = deployment.client.pull(name, timeout_s=60)
@@ -140,10 +140,10 @@ def test_an_engine_that_dies_or_freezes_in_the_middle_of_turns_costs_no_episode(
 def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group_is_served_as_it_is(  # noqa: N802
     deployment: Deployment,
 ) -> None:
-    misbehave(deployment.liar, lie="nan-logprob", lie_after=1)  # the first member is lucky
+    misbehave(deployment.faulty, lie="nan-logprob", lie_after=1)  # the first member is lucky
     deployment.run(
         "g09",
-        deployment.liar,
+        deployment.faulty,
         tasks=TASKS[:1],
         group_size=3,
         batch_size=3,
@@ -165,24 +165,24 @@ def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group
     deployment.client.ack(batch)
     wait_for(
         "the server's share of errors shows",
-        lambda: deployment.client.status().workers[0].stats.get(f"policy_failures {deployment.liar}", 0.0) >= 2,
+        lambda: deployment.client.status().workers[0].stats.get(f"policy_failures {deployment.faulty}", 0.0) >= 2,
     )
 
 
 def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_them_itself(
     deployment: Deployment,
 ) -> None:
-    scorers = {"ref": {"endpoints": [deployment.honest], "model": "policy"}}
-    deployment.run("scored", deployment.honest, policy={"endpoints": [deployment.honest], "scorers": scorers})
+    scorers = {"ref": {"endpoints": [deployment.healthy], "model": "policy"}}
+    deployment.run("scored", deployment.healthy, policy={"endpoints": [deployment.healthy], "scorers": scorers})
     batch = deployment.client.pull("scored", timeout_s=60, fields=["assets"])
     rows = [segment for trajectory in batch.trajectories for segment in trajectory.rows()]
     assert len(rows) == EPISODES
     for row in rows:
-        told = decode_array(batch.asset(row.arrays["logprobs.ref"]))
-        assert (told.dtype, told.shape) == (np.dtype(np.float32), row.token_ids.shape)
+        scores = decode_array(batch.asset(row.arrays["logprobs.ref"]))
+        assert (scores.dtype, scores.shape) == (np.dtype(np.float32), row.token_ids.shape)
         sampled = row.sampled == 1
-        np.testing.assert_allclose(told[sampled], row.logprobs[sampled], rtol=0, atol=1e-5)
-    own = score(deployment.honest, "policy", rows[0].token_ids)
+        np.testing.assert_allclose(scores[sampled], row.logprobs[sampled], rtol=0, atol=1e-5)
+    own = score(deployment.healthy, "policy", rows[0].token_ids)
     np.testing.assert_array_equal(own.logprobs, decode_array(batch.asset(rows[0].arrays["logprobs.ref"])))
     assert str(own.version) == "0.0"
     with pytest.raises(PolicyFailure) as caught:
@@ -191,12 +191,12 @@ def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_
 
 
 def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(deployment: Deployment) -> None:
-    scorers = {"ref": {"endpoints": [deployment.honest], "model": "another"}}
+    scorers = {"ref": {"endpoints": [deployment.healthy], "model": "another"}}
     once = {"max_attempts": 1, "quarantine_after": 100}
     deployment.run(
         "unscored",
-        deployment.honest,
-        policy={"endpoints": [deployment.honest], "scorers": scorers},
+        deployment.healthy,
+        policy={"endpoints": [deployment.healthy], "scorers": scorers},
         retries=once,
         short_groups="serve",
     )
@@ -210,8 +210,8 @@ def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(deployme
         assert item.failure.message.startswith("Scoring: Scorer 'ref', row 0: ")
 
 
-def test_G10_a_worker_that_was_frozen_asks_again_under_an_id_of_its_own(deployment: Deployment) -> None:  # noqa: N802
-    misbehave(deployment.liar, stall_next=1, stall_s=60.0)
+def test_G10_a_worker_that_was_frozen_repeats_its_request_under_an_id_of_its_own(deployment: Deployment) -> None:  # noqa: N802
+    misbehave(deployment.faulty, stall_next=1, stall_s=60.0)
     workers = [
         deployment.processes.add(
             f"frozen-{number}",
@@ -222,16 +222,16 @@ def test_G10_a_worker_that_was_frozen_asks_again_under_an_id_of_its_own(deployme
     ]
     limits = {"max_turns": 1, "policy_timeout_s": 6.0}
     deployment.run(
-        "frozen", deployment.liar, tasks=TASKS[:1], batch_size=1, pool="frozen", attempt_lease_s=1.0, limits=limits
+        "frozen", deployment.faulty, tasks=TASKS[:1], batch_size=1, pool="frozen", attempt_lease_s=1.0, limits=limits
     )
     workers[0].start()
-    wait_for("the first worker asks", lambda: running(deployment.liar) == 1)
+    wait_for("the first worker asks", lambda: running(deployment.faulty) == 1)
     workers[0].send(signal.SIGSTOP)
     workers[1].start()
     batch = deployment.client.pull("frozen", timeout_s=60)
     assert [trajectory.attempt for trajectory in batch.trajectories] == [2]
     workers[0].send(signal.SIGCONT)  # its first try has timed out by its own clock, or goes on; it may ask again
-    wait_for("nothing is left at the engine", lambda: running(deployment.liar) == 0)
+    wait_for("nothing is left at the engine", lambda: running(deployment.faulty) == 0)
     assert "already running" not in workers[0].tail(1000) + workers[1].tail(1000)
     assert len(list(deployment.client.trajectories("frozen"))) == 1
     for worker in workers:

@@ -1,5 +1,5 @@
-"""G04: a proxy that gives up on a long poll which the service answers a moment later, that buffers, or that limits
-bodies. Real service, real clients, real worker; every duration of the case is a tenth of what it says there."""
+"""G04: a proxy that times out on a long poll which the service answers a moment later, that buffers, or that limits
+bodies. Real service, real clients, real worker; every duration is a tenth of that in the reported case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_workers.worker.spool import Spool, SpoolEntry
 from headrace_workers.worker.submitter import Submitter
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
-# aiohttp's advice to a client that serves others meanwhile; here nothing waits.
+# aiohttp's advice to clients that do other work meanwhile; here there is none.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
 SILENCE_S = 0.5
@@ -31,12 +31,12 @@ PAGE = "<html><head><title>504 Gateway Time-out</title></head></html>"
 
 
 class Proxy:
-    """Answers 504 with a page after a silence, and lets the request upstream run on; hands on whole answers only."""
+    """Answers 504 with a page after ``SILENCE_S``, while the upstream request continues; forwards whole responses."""
 
     def __init__(self, upstream: str, max_body_bytes: int) -> None:
         self.upstream = upstream
         self.max_body_bytes = max_body_bytes
-        self.gave_up = 0
+        self.timeouts = 0
         self.left_running: set[asyncio.Task[Any]] = set()
         self.session = aiohttp.ClientSession()
 
@@ -44,20 +44,20 @@ class Proxy:
         body = await request.read()
         if len(body) > self.max_body_bytes:
             return web.Response(status=413, text="<html>413 Request Entity Too Large</html>", content_type="text/html")
-        asking = asyncio.create_task(self.ask(request.method, request.path_qs, body, request.headers))
+        forwarding = asyncio.create_task(self.send(request.method, request.path_qs, body, request.headers))
         try:
             async with asyncio.timeout(SILENCE_S):
-                return await asyncio.shield(asking)
+                return await asyncio.shield(forwarding)
         except TimeoutError:
-            self.gave_up += 1
-            self.left_running.add(asking)
+            self.timeouts += 1
+            self.left_running.add(forwarding)
             return web.Response(status=504, text=PAGE, content_type="text/html", headers={"Connection": "close"})
 
-    async def ask(self, method: str, path: str, body: bytes, headers: Any) -> web.Response:
-        kept = {name: value for name, value in headers.items() if name in ("Content-Type", "Accept-Encoding")}
-        async with self.session.request(method, self.upstream + path, data=body or None, headers=kept) as answer:
-            found = {k: v for k, v in answer.headers.items() if k.lower().startswith(("headrace-", "content-type"))}
-            return web.Response(status=answer.status, body=await answer.read(), headers=found)
+    async def send(self, method: str, path: str, body: bytes, headers: Any) -> web.Response:
+        forwarded = {name: value for name, value in headers.items() if name in ("Content-Type", "Accept-Encoding")}
+        async with self.session.request(method, self.upstream + path, data=body or None, headers=forwarded) as answer:
+            returned = {k: v for k, v in answer.headers.items() if k.lower().startswith(("headrace-", "content-type"))}
+            return web.Response(status=answer.status, body=await answer.read(), headers=returned)
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def proxied(api: Api, max_body_bytes: int = 1 << 30) -> AsyncIterator[tupl
         await proxy.session.close()
 
 
-async def test_g04_the_next_pull_returns_the_very_batch_that_the_proxy_dropped(data_dir: Path):
+async def test_g04_the_next_pull_returns_the_batch_that_the_proxy_dropped(data_dir: Path):
     async with orchestrator(data_dir) as api, proxied(api) as (url, proxy):
         await api.create_run()
         attempts = await api.lease(free=4)
@@ -92,7 +92,7 @@ async def test_g04_the_next_pull_returns_the_very_batch_that_the_proxy_dropped(d
             late = asyncio.create_task(finish_late())
             batch = await learner.pull("run", timeout_s=20)
             await late
-            assert proxy.gave_up >= 1
+            assert proxy.timeouts >= 1
             status = await learner.run("run")
             assert (status.batches_open, status.groups.leased) == (1, 2), "one batch, not two"
             await learner.ack(batch, 1)
@@ -100,35 +100,37 @@ async def test_g04_the_next_pull_returns_the_very_batch_that_the_proxy_dropped(d
             assert (await direct.run("run")).batches_acked == 1
 
 
-async def test_g04_who_gives_up_is_told_of_the_proxy_its_status_and_the_wait(data_dir: Path):
+async def test_g04_the_error_of_a_failed_pull_names_the_proxy_its_status_and_the_wait(data_dir: Path):
     async with orchestrator(data_dir) as api, proxied(api) as (url, proxy):
         await api.create_run()
         async with AsyncClient(url, poll_s=2.0, retry_for_s=0.1) as learner:
-            with pytest.raises(Unavailable, match=r"A proxy responded 504 \(text/html\).*wait_s = 2") as gave_up:
+            with pytest.raises(Unavailable, match=r"A proxy responded 504 \(text/html\).*wait_s = 2") as caught:
                 await learner.pull("run")
-            assert gave_up.value.extra["http_status"] == 504
-            assert "read timeout" in gave_up.value.hint
+            assert caught.value.extra["http_status"] == 504
+            assert "read timeout" in caught.value.hint
             await api.play(free=4)
-            assert (await learner.pull("run")).generation == 1, "the pull that was given up is taken up"
-        assert proxy.gave_up >= 1
+            assert (await learner.pull("run")).generation == 1, "the next pull continues the failed one"
+        assert proxy.timeouts >= 1
 
 
-async def test_g04_a_grant_that_went_nowhere_is_granted_again_at_once_and_costs_nothing(data_dir: Path):
+async def test_g04_a_grant_that_was_lost_is_granted_again_at_once_and_draws_no_budget(data_dir: Path):
     async with orchestrator(data_dir) as api, proxied(api) as (url, proxy):
         fence = EpochFence()
         connection = OrchestratorConnection(url, worker="worker-1", token="", fence=fence)
         request = messages.LeaseRequest(worker="worker-1", slots=4, free=4, wait_s=2.0)
-        asking = asyncio.create_task(connection.lease(msgspec.structs.replace(request, holding=[])))
+        leasing = asyncio.create_task(connection.lease(msgspec.structs.replace(request, holding=[])))
         with pytest.raises(Unavailable, match="504"):
-            await asking
-        await api.create_run(attempt_lease_s=60)  # the work comes now, and is granted to the request that was dropped
+            await leasing
+        await api.create_run(
+            attempt_lease_s=60
+        )  # now there is work, and it is granted to the request that the proxy dropped
         (dropped,) = proxy.left_running
         lost = msgspec.json.decode((await dropped).body, type=messages.LeaseReply).attempts  # type: ignore[arg-type]
         assert len(lost) == 4
         begun = time.monotonic()
         reply = await connection.lease(msgspec.structs.replace(request, holding=[]))
         await connection.close()
-        assert reply.attempts == lost, "the same attempts: no number and no retry is spent"
+        assert reply.attempts == lost, "the same attempts: no attempt number and no retry is used"
         assert time.monotonic() - begun < 60 / 3, "long before the lease of the first grant ends"
 
 
@@ -169,7 +171,7 @@ async def test_g04_a_large_batch_passes_a_proxy_that_buffers(data_dir: Path):
 
 
 @pytest.mark.parametrize("ask", ["lease", "pull", "hold"])
-async def test_g04_the_server_caps_the_wait_and_says_what_it_used(data_dir: Path, ask: str):
+async def test_g04_the_server_caps_the_wait_and_reports_the_wait_that_it_used(data_dir: Path, ask: str):
     async with orchestrator(data_dir, max_wait_s=0.2) as api:
         await api.create_run()
         await api.lease("other", free=99)
@@ -189,6 +191,6 @@ async def test_g04_the_server_caps_the_wait_and_says_what_it_used(data_dir: Path
                 assert 0.2 <= (await answer.json())["waited_s"] < 10
 
 
-async def test_an_answer_that_is_no_long_poll_says_nothing_of_waiting(data_dir: Path):
+async def test_a_response_to_a_request_without_a_long_poll_reports_no_wait(data_dir: Path):
     async with orchestrator(data_dir) as api, api.session.get("/v1/status") as answer:
         assert messages.HEADER_WAIT_S not in answer.headers

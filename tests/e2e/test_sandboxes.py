@@ -1,5 +1,5 @@
-"""Runs whose policy writes programs, with real processes: orchestrator, worker with a sandbox, a policy that is told
-what to say. What comes of it is stored turn by turn; a sandbox that fails is no reward."""
+"""Runs whose policy writes programs, with real processes: orchestrator, worker with a sandbox, and a scripted policy.
+Results are stored turn by turn; a failing sandbox never becomes a reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {"batch_size": 4, "sampling": {"max_tokens": 256}, "limit
 
 
 class Deployment(NamedTuple):
-    """A service with a worker that has a sandbox, and one in the pool ``broken`` that finds no bubblewrap."""
+    """A service with a worker that has a sandbox, and one in the pool ``broken`` without bubblewrap."""
 
     client: Client
     policy: str
@@ -59,7 +59,7 @@ def reward(trajectory: Trajectory) -> float:
     return sum(turn.reward for turn in segment.turns)
 
 
-def says(deployment: Deployment, *script: str) -> None:
+def set_script(deployment: Deployment, *script: str) -> None:
     body = json.dumps({"script": script}).encode()
     with urllib.request.urlopen(f"{deployment.policy}/misbehave", body, timeout=10) as answer:
         assert answer.status == 200
@@ -70,7 +70,7 @@ def stored(client: Client, run: str) -> list[Trajectory]:
 
 
 def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(deployment: Deployment) -> None:
-    says(deployment, "Squares:\n```python\nprint(int(input()) ** 2)\n```")
+    set_script(deployment, "Squares:\n```python\nprint(int(input()) ** 2)\n```")
     tasks = [
         {"environment": "code:Rows-v0", "example": row(name, power), "kwargs": {"partial": True}, "id": name}
         for name, power in (("one", 1), ("two", 2), ("three", 3))
@@ -92,7 +92,7 @@ def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(deployme
 def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(deployment: Deployment) -> None:
     kwargs = {"max_operand": 9, "operations": "*"}
     seed = next(seed for seed in range(10_000) if is_42(seed, kwargs))
-    says(
+    set_script(
         deployment,
         "<python>print(6 *</python>",
         "<python>print(6 * 7)</python>",
@@ -114,13 +114,13 @@ def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(deploy
         ["limit of time"],
         [],
     ]
-    seen = [str(m.content) for m in trajectory.messages if m.role == "user"][1:]
-    assert "SyntaxError" in seen[0]
-    assert seen[1] == turns[1].tool_calls[0].result == "Code execution result: 42\n"
-    assert "limit of time" in seen[2]
-    assert seen[3] == "Right."
+    observations = [str(m.content) for m in trajectory.messages if m.role == "user"][1:]
+    assert "SyntaxError" in observations[0]
+    assert observations[1] == turns[1].tool_calls[0].result == "Code execution result: 42\n"
+    assert "limit of time" in observations[2]
+    assert observations[3] == "Right."
     assert turns[2].environment_s >= 3.0
-    assert turns[1].environment_s < 3.0, "making the sandbox is no working time"
+    assert turns[1].environment_s < 3.0, "making the sandbox is not part of the environment time"
 
 
 def is_42(seed: int, kwargs: dict[str, Any]) -> bool:
@@ -129,8 +129,8 @@ def is_42(seed: int, kwargs: dict[str, Any]) -> bool:
     return bool(environment.step(r"\boxed{42}").reward == 1.0)
 
 
-def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_none(deployment: Deployment) -> None:
-    says(deployment, "```python\nprint(int(input()) ** 2)\n```")
+def test_episodes_of_a_worker_without_a_working_sandbox_fail_and_get_no_reward(deployment: Deployment) -> None:
+    set_script(deployment, "```python\nprint(int(input()) ** 2)\n```")
     tasks = [{"environment": "code:Rows-v0", "example": row("two", 2)}]
     client = deployment.client
     client.create_run({"name": "broken", "pool": "broken", "tasks": tasks, **SPEC})
@@ -146,7 +146,9 @@ def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_non
     assert client.run("broken").batches_acked == 0
 
 
-def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(deployment: Deployment) -> None:
+def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_names_it_as_the_reason(
+    deployment: Deployment,
+) -> None:
     client = deployment.client
     spec = {"name": "waits", "tasks": [{"environment": "code:Basics-v0"}], "capabilities": ["sandbox:moon"], **SPEC}
     client.create_run(spec)
@@ -157,7 +159,7 @@ def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(depl
 
 def test_g18_a_task_whose_reference_exhausts_the_grader_is_quarantined_and_never_scored(deployment: Deployment) -> None:
     client = deployment.client
-    says(deployment, r"\boxed{42}")
+    set_script(deployment, r"\boxed{42}")
     kwargs = {"grader_s": 0.5}
     tasks = [
         {"environment": "math:Rows-v0", "kwargs": kwargs, "example": {"problem": "?", "answer": answer}, "id": answer}

@@ -12,7 +12,7 @@ from headrace.assets import AssetData, make_asset
 from headrace.errors import UnknownAsset
 from headrace.store.asset_files import read_asset
 from headrace_orchestrator.buffer.assets.files import AssetFiles, subfolders
-from tests.chaos.disk import Disk, cut_power, note_all
+from tests.chaos.disk import SimulatedDisk, cut_power, mark_all_synced
 
 CUTS = 40
 
@@ -27,14 +27,14 @@ class _Crashes:
     def __init__(self, syncs: int) -> None:
         self.left = syncs
 
-    def starts(self, path: Path) -> None:
+    def on_start(self, path: Path) -> None:
         self.left -= 1
         if self.left < 0:
             raise Crash
 
-    def still_unsafe(self, path: Path) -> None: ...
+    def before_durable(self, path: Path) -> None: ...
 
-    def safe(self, path: Path) -> None: ...
+    def on_durable(self, path: Path) -> None: ...
 
 
 def batches(draw: Random) -> list[list[AssetData]]:
@@ -51,14 +51,14 @@ def test_after_a_power_cut_written_assets_are_complete_and_others_are_absent(
     crashed = lost = 0
     for seed in range(CUTS):
         draw = Random(seed)
-        data, vault = tmp_path / f"{seed}-data", tmp_path / f"{seed}-vault"
+        data, synced_dir = tmp_path / f"{seed}-data", tmp_path / f"{seed}-synced_dir"
         data.mkdir()
-        note_all(data, vault)
+        mark_all_synced(data, synced_dir)
         with monkeypatch.context() as patched:
-            patched.setattr(os, "fsync", Disk(data, vault, _Crashes(draw.randrange(40))).sync)
+            patched.setattr(os, "fsync", SimulatedDisk(data, synced_dir, _Crashes(draw.randrange(40))).sync)
             written, started = _write(AssetFiles(data / "assets"), batches(draw))
         crashed += len(written) < len(started)
-        cut_power(data, vault, draw)
+        cut_power(data, synced_dir, draw)
         files = AssetFiles(data / "assets")
         files.open()
         files.close()

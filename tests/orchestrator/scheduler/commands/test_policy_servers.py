@@ -53,7 +53,7 @@ def test_servers_begin_with_those_of_the_spec_and_change_by_events_of_their_own(
 
 def test_a_run_that_names_no_servers_gets_none(harness):
     harness.run()
-    with pytest.raises(Conflict, match="would not ask this one"):
+    with pytest.raises(Conflict, match="would not use this one"):
         harness.core.add_server("r", A, harness.now)
     assert harness.core.policy_servers("r").servers == {}
 

@@ -1,9 +1,9 @@
-"""The long form, ``make chaos``: all parts, two beside each other, and what came of each in how long.
+"""The full run, ``make chaos``: all parts, two lanes concurrently, with the result and duration of each part.
 
-* Parts of a lane follow each other; lanes run beside each other, for they wait more than they compute.
-* What fills a machine and has limits of time runs alone, after the lanes.
-* All parts run, whatever came of the others. Each one's output is shown in one piece when it ends.
-* Ends with status 1 if any part failed. No part outlives it: SIGINT and SIGTERM end them all in order.
+* Parts of a lane run one after another; lanes run concurrently, because they wait more than they compute.
+* Parts that use the whole machine and have time limits run alone, after the lanes.
+* All parts run, even if others fail. The output of each is shown in one piece when it ends.
+* Ends with status 1 if any part failed. No part outlives it: SIGINT and SIGTERM end all parts gracefully.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from headrace.common.timeouts import timeout
 from tests.e2e.processes import ROOT
 
 END_S = 30.0
-"""For a part that is interrupted to leave nothing behind."""
+"""Seconds for an interrupted part to clean up."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that is run: this Python with ``arguments``, and more in its environment."""
+    """One part: this Python with ``arguments``, and additions to its environment."""
 
     name: str
     arguments: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
 
 
-class Ended(NamedTuple):
-    """What came of a part."""
+class PartResult(NamedTuple):
+    """The result of a part."""
 
     name: str
     status: int
@@ -77,24 +77,26 @@ ALONE = (PROGRAMS,)
 
 
 async def run(lanes: Sequence[Sequence[Part]], alone: Sequence[Part], console: Console) -> int:
-    """Run all parts and show what came of them; gives the exit status."""
+    """Run all parts and show their results; returns the exit status."""
     begun = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(_follow(lane, console)) for lane in lanes]
-    ended = [one for lane in running for one in lane.result()]
-    ended += await _follow(alone, console)
-    table = Table("part", "seconds", "ended", title=f"all of it in {time.monotonic() - begun:.0f} s")
-    for one in ended:
-        table.add_row(one.name, f"{one.took_s:.0f}", "passed" if one.passed else f"failed with {one.status}")
+        running = [group.create_task(_run_in_order(lane, console)) for lane in lanes]
+    results = [result for lane in running for result in lane.result()]
+    results += await _run_in_order(alone, console)
+    table = Table("part", "seconds", "result", title=f"all parts in {time.monotonic() - begun:.0f} s")
+    for result in results:
+        table.add_row(
+            result.name, f"{result.took_s:.0f}", "passed" if result.passed else f"failed with {result.status}"
+        )
     console.print(table)
-    return 0 if all(one.passed for one in ended) else 1
+    return 0 if all(result.passed for result in results) else 1
 
 
-async def _follow(parts: Sequence[Part], console: Console) -> list[Ended]:
+async def _run_in_order(parts: Sequence[Part], console: Console) -> list[PartResult]:
     return [await _run(part, console) for part in parts]
 
 
-async def _run(part: Part, console: Console) -> Ended:
+async def _run(part: Part, console: Console) -> PartResult:
     begun = time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
@@ -103,27 +105,27 @@ async def _run(part: Part, console: Console) -> Ended:
             cwd=ROOT,
             env={**os.environ, **part.environment},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,  # standard error is for how far it is, and is passed on at once
-            start_new_session=True,  # it is this process that interrupts it, and nobody else
-            preexec_fn=_can_be_interrupted,
+            stdout=output,  # standard error shows progress and is passed on at once
+            start_new_session=True,  # only this process interrupts it
+            preexec_fn=_restore_sigint,
         )
         try:
-            ended = Ended(part.name, await process.wait(), time.monotonic() - begun)
+            result = PartResult(part.name, await process.wait(), time.monotonic() - begun)
         finally:
             await _end(process)
         output.seek(0)
-        console.rule(f"{part.name}: {ended.took_s:.0f} s")
+        console.rule(f"{part.name}: {result.took_s:.0f} s")
         console.out(output.read().decode(errors="replace"), highlight=False)
-    return ended
+    return result
 
 
-def _can_be_interrupted() -> None:
-    """A shell has what it runs in the background ignore SIGINT, and so does all that this starts."""
+def _restore_sigint() -> None:
+    """Undo that SIGINT is ignored: a shell sets that for background processes, and children inherit it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Interrupt it where it still runs, and see that it has gone."""
+    """Interrupt a part that still runs, and wait for its end."""
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.serve ROLE FOLDER NAME URL``: a process of a campaign by itself, with no point to die at."""
+"""``python -m tests.chaos.run_role ROLE FOLDER NAME URL``: one process of a campaign, without a crash point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.chaos.roles import ROLES
 
 
 def main(role: str, folder: str, name: str, url: str) -> None:
-    """Run the role. An orchestrator listens at the port of the address; the others ask there."""
+    """Run the role. An orchestrator listens on the port of the address; the others connect to it."""
     ROLES[role](Plan(folder=Path(folder), url=url, port=urlsplit(url).port or 0, name=name))
 
 

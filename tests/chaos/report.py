@@ -1,4 +1,4 @@
-"""A campaign's report for people, and for scripts."""
+"""A campaign's report as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.chaos.campaign import ANY_MOMENT, Report
 from tests.chaos.roles import PHASES
 
 
-def show(report: Report, console: Console) -> None:
-    """Kills by process and phase, what was checked, what is wrong."""
+def print_report(report: Report, console: Console) -> None:
+    """Print kills by process and phase, the number of checks, and the violations."""
     table = Table("process", "died while", "kills", title=f"{report.total} kills in {report.duration_s:.0f} s")
     for role, phases in PHASES.items():
         for phase in (*phases, ANY_MOMENT):
@@ -21,30 +21,32 @@ def show(report: Report, console: Console) -> None:
                 table.add_row(role, phase, str(count))
         table.add_section()
     console.print(table)
-    found = report.findings
-    console.print(f"{report.cuts} power cuts took {report.cut_names} names and {report.cut_bytes:,} bytes not synced")
+    findings = report.findings
     console.print(
-        f"checked: {found.records} acknowledged records, {found.batches} batches ({found.redelivered} served more than "
-        f"once), {found.acks} acks, {found.assets} assets; {len(found.wrong)} violations"
+        f"{report.cuts} power cuts lost {report.cut_names} names and {report.cut_bytes:,} bytes that were not synced"
     )
-    for line in found.wrong[:20]:
+    console.print(
+        f"checked: {findings.records} acknowledged records, {findings.batches} batches ({findings.redelivered} served "
+        f"more than once), {findings.acks} acks, {findings.assets} assets; {len(findings.violations)} violations"
+    )
+    for line in findings.violations[:20]:
         console.print(f"  {line}", style="red")
 
 
 def as_json(report: Report) -> str:
-    """The same, as one line."""
-    found = report.findings
+    """The report as one line of JSON."""
+    findings = report.findings
     content: dict[str, Any] = {
         "kills": {f"{role} {phase}": count for (role, phase), count in sorted(report.kills.items())},
         "cuts": report.cuts,
         "cut_names": report.cut_names,
         "cut_bytes": report.cut_bytes,
-        "records": found.records,
-        "batches": found.batches,
-        "redelivered": found.redelivered,
-        "acks": found.acks,
-        "assets": found.assets,
-        "wrong": found.wrong,
+        "records": findings.records,
+        "batches": findings.batches,
+        "redelivered": findings.redelivered,
+        "acks": findings.acks,
+        "assets": findings.assets,
+        "violations": findings.violations,
         "duration_s": round(report.duration_s, 1),
     }
     return json.dumps(content)

@@ -1,8 +1,8 @@
-"""Orchestrators with a fault, made by changing a running one: what the checker must find.
+"""Faults that are injected into an orchestrator, which the checker must find.
 
-* ``answers-before-sync``: says that a thing is done before it is on disk.
-* ``acks-before-sync``: the same for acks of batches only.
-* ``names-not-synced``: never syncs a directory, so that a new file of the log may be gone with all that is in it.
+* ``answers-before-sync``: every change is acknowledged before it is on disk.
+* ``acks-before-sync``: acks of batches are answered before they are on disk.
+* ``names-not-synced``: no directory is synced, so that a new file of the log may be lost with its content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace_orchestrator.service.shell import Command, Shell
 
 def _answers_before_sync() -> None:
     async def synced(self: Log) -> None:
-        """It will be, some time."""
+        """Return without waiting for the sync."""
 
     Log.synced = synced  # type: ignore[method-assign]
 
@@ -40,7 +40,7 @@ def _names_not_synced() -> None:
             module.sync_directory = lambda path: None  # type: ignore[attr-defined]
 
 
-MUTANTS = {
+FAULTS = {
     "answers-before-sync": _answers_before_sync,
     "acks-before-sync": _acks_before_sync,
     "names-not-synced": _names_not_synced,

@@ -1,10 +1,10 @@
-"""Partners that stand still, go silent, read slowly or come twice; and a wall clock that jumps.
+"""Workers and learners that stop, go silent, read slowly or act twice; and a wall clock that jumps.
 
-* A worker that stood still past its lease is told that its records are not wanted, and its episodes have one record.
-* A learner whose lease ended is superseded by whoever has the batch now; of two that ack at once, one does.
-* A connection that is silent, or takes its answer a byte at a time, holds up nobody else and no shutdown.
-* What was granted to a connection that is dead is granted again as soon as the worker asks.
-* A wall clock that jumps changes neither leases nor order: durations are counted on the monotonic one.
+* Records of a worker that was stopped past its lease are rejected, and each of its episodes has one record.
+* A learner whose lease ended is superseded by the batch's new holder; of several acks at once, one is accepted.
+* A connection that is silent, or reads its response slowly, delays neither other connections nor a shutdown.
+* Attempts that were granted to a dead connection are granted again at the worker's next request.
+* A wall clock that jumps changes neither leases nor order: durations are measured with the monotonic clock.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 DAY_S = 86_400.0
 
 LONG = make_segment(spans=((10, 100_000),))
-"""Some 900 KB: a batch of them is more than sockets take at once."""
+"""Some 900 KB: a batch of them exceeds the buffers of sockets."""
 
 
-def test_a_worker_that_stood_still_past_its_lease_leaves_one_record_for_each_episode(tmp_path: Path) -> None:
+def test_a_worker_that_was_stopped_past_its_lease_leaves_one_record_for_each_episode(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with Recorder(url) as recorder, Processes(tmp_path / "logs") as processes:
@@ -47,30 +47,30 @@ def test_a_worker_that_stood_still_past_its_lease_leaves_one_record_for_each_epi
         with Client(url, keepalive=False) as client:
             client.create_run({**SPEC, "attempt_lease_s": 1.0, "max_staleness": 8})
             stopped = processes.add(
-                "stopped", "-m", "tests.chaos.serve", "worker", str(tmp_path), "stopped", recorder.url
+                "stopped", "-m", "tests.chaos.run_role", "worker", str(tmp_path), "stopped", recorder.url
             ).start()
-            wait_for("it works", lambda: len(recorder.seen.records) > 20)
+            wait_for("it submits records", lambda: len(recorder.acknowledged.records) > 20)
             stopped.send(signal.SIGSTOP)
             wait_for("its leases are over", lambda: client.run("run").queued > 0 or client.run("run").leased == 0)
             other = processes.add(
-                "other", "-m", "tests.chaos.serve", "worker", str(tmp_path), "other", recorder.url
+                "other", "-m", "tests.chaos.run_role", "worker", str(tmp_path), "other", recorder.url
             ).start()
             wait_for("another one has its episodes", lambda: client.run("run").queued == 0)
             stopped.send(signal.SIGCONT)
             batch = client.pull("run", timeout_s=30)
             client.ack(batch, "0.1")
-            known = len(recorder.seen.records)
-            wait_for("both go on", lambda: len(recorder.seen.records) > known + 10)
+            known = len(recorder.acknowledged.records)
+            wait_for("both continue", lambda: len(recorder.acknowledged.records) > known + 10)
             assert stopped.running
             assert other.running
             client.close_run("run")
-            wait_for("nothing is out", lambda: client.run("run").leased + client.run("run").queued == 0)
+            wait_for("no episode is left", lambda: client.run("run").leased + client.run("run").queued == 0)
         for worker in (stopped, other):
             worker.kill()
-        assert check(url, "run", tmp_path / "data", recorder.seen).wrong == []
+        assert check(url, "run", tmp_path / "data", recorder.acknowledged).violations == []
 
 
-async def test_of_learners_that_ack_one_batch_at_once_one_does(api: Api) -> None:
+async def test_of_several_acks_at_once_one_is_accepted(api: Api) -> None:
     await api.create_run(group_size=1, batch_size=1, max_staleness=40)
     for number in range(20):
         await api.play(free=1)
@@ -81,8 +81,8 @@ async def test_of_learners_that_ack_one_batch_at_once_one_does(api: Api) -> None
         assert isinstance(second, Batch)
         assert first.id == second.id
         acks = [("a", sessions[0], first), ("a", sessions[1], second), ("b", "b", first)]
-        told = await asyncio.gather(*(ack(api, *who, version=f"0.{number + 1}") for who in acks))
-        assert sorted(told) == [200, 409, 409], (number, told)
+        statuses = await asyncio.gather(*(ack(api, *sender, version=f"0.{number + 1}") for sender in acks))
+        assert sorted(statuses) == [200, 409, 409], (number, statuses)
         assert (await api.ask("GET", "/v1/runs/run"))["batches_acked"] == number + 1
 
 
@@ -96,55 +96,55 @@ async def ack(api: Api, learner: str, session: str, batch: Batch, *, version: st
 
 @pytest.fixture
 async def api(data_dir: Path) -> AsyncIterator[Api]:
-    async with orchestrator(data_dir) as found:
-        yield found
+    async with orchestrator(data_dir) as api:
+        yield api
 
 
-async def test_what_was_granted_to_a_dead_connection_is_granted_again_when_the_worker_asks(api: Api) -> None:
+async def test_attempts_granted_to_a_dead_connection_are_granted_again_at_the_workers_next_request(api: Api) -> None:
     request = messages.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=20)
-    async with await Silent.connect(api) as silent:
+    async with await RawConnection.connect(api) as silent:
         await silent.send("POST", "/v1/worker/lease", msgspec.json.encode(request))
-        await until(lambda: seen(api, "worker-1"))  # it waits there; nobody will read the answer
+        await until(lambda: is_known(api, "worker-1"))  # its request waits; nobody will read the response
         await api.create_run(group_size=2, batch_size=4)
-        await until(lambda: leased(api))
+        await until(lambda: has_leases(api))
         again = await api.lease("worker-1", free=4, holding=[])
         assert len(again) == 4
         results = await api.submit(submission((a, record_for(a)) for a in again))
         assert {result.verdict for result in results} == {"accepted"}
 
 
-async def seen(api: Api, worker: str) -> bool:
+async def is_known(api: Api, worker: str) -> bool:
     return worker in [item["worker"] for item in (await api.ask("GET", "/v1/status"))["workers"]]
 
 
-async def leased(api: Api) -> bool:
+async def has_leases(api: Api) -> bool:
     return bool((await api.ask("GET", "/v1/runs/run"))["leased"])
 
 
-async def test_a_connection_that_is_silent_holds_up_nobody_and_no_shutdown(data_dir: Path) -> None:
+async def test_a_silent_connection_delays_neither_others_nor_a_shutdown(data_dir: Path) -> None:
     async with AsyncExitStack() as connections:
         async with orchestrator(data_dir) as api:
             await api.create_run()
             attempts = await api.lease(free=4)
             body = submission((a, record_for(a)) for a in attempts)
-            half = await connections.enter_async_context(await Silent.connect(api))
+            half = await connections.enter_async_context(await RawConnection.connect(api))
             await half.send("POST", "/v1/worker/submit?worker=worker-1", body, part=len(body) // 2)
-            head = await connections.enter_async_context(await Silent.connect(api))
+            head = await connections.enter_async_context(await RawConnection.connect(api))
             head.writer.write(b"POST /v1/worker/lease HTTP/1.1\r\nHost: ")
             await head.writer.drain()
             results = await api.submit(body)
             assert {result.verdict for result in results} == {"accepted"}
             assert isinstance(await api.pull(), Batch)
-        # The orchestrator has ended here: the shutdown was not held up either.
+        # The orchestrator has ended here: the shutdown was not delayed either.
         assert await head.reader.read() == b""
 
 
-async def test_a_slow_reader_of_a_batch_holds_up_nobody_and_gets_the_very_same_bytes(api: Api) -> None:
+async def test_a_slow_reader_of_a_batch_delays_nobody_and_gets_the_same_bytes(api: Api) -> None:
     await api.create_run(group_size=1, batch_size=16, max_staleness=3)
     for _ in range(16):
         await api.play(free=1, segments=[LONG])
     request = messages.PullRequest(learner="slow", session="slow", request=new_id())
-    async with await Silent.connect(api, limit=1 << 12) as slow:
+    async with await RawConnection.connect(api, limit=1 << 12) as slow:
         await slow.send("POST", "/v1/runs/run/pull", msgspec.json.encode(request))
         assert (await slow.reader.readexactly(12)) == b"HTTP/1.1 200"
         for _ in range(16):  # others are served meanwhile
@@ -158,7 +158,7 @@ async def test_a_slow_reader_of_a_batch_holds_up_nobody_and_gets_the_very_same_b
 
 @pytest.fixture
 def wall(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Moves the wall clock by so many seconds; the monotonic one goes on as it does."""
+    """A function that moves the wall clock by some seconds; the monotonic clock is unchanged."""
     offset = [0.0]
     seconds, nanoseconds = time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: seconds() + offset[0])
@@ -180,10 +180,10 @@ async def test_a_wall_clock_that_jumps_changes_neither_leases_nor_order(data_dir
             results = await api.submit(submission((a, record_for(a)) for a in attempts))
             assert {result.verdict for result in results} == {"accepted"}
             order += [attempt.episode for attempt in attempts]
-        held = await api.pull(learner="a")
-        assert isinstance(held, Batch)
+        leased = await api.pull(learner="a")
+        assert isinstance(leased, Batch)
         wall(-366 * DAY_S)
-        assert await ack(api, "a", "one", held, version="0.1") == 200
+        assert await ack(api, "a", "one", leased, version="0.1") == 200
     wall(-DAY_S)
     async with orchestrator(data_dir) as api:
         assert [item["episode"] for item in await listing(api)] == order[::-1]
@@ -194,25 +194,25 @@ async def test_a_wall_clock_that_jumps_changes_neither_leases_nor_order(data_dir
 
 
 async def listing(api: Api) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await api.ask("GET", "/v1/runs/run/trajectories?limit=100"))["trajectories"]
-    return found
+    items: list[dict[str, Any]] = (await api.ask("GET", "/v1/runs/run/trajectories?limit=100"))["trajectories"]
+    return items
 
 
-class Silent:
-    """A connection of which every byte is sent and read by hand."""
+class RawConnection:
+    """A connection whose bytes the test sends and reads itself."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.host = "{}:{}".format(*writer.get_extra_info("peername"))
 
     @classmethod
-    async def connect(cls, api: Api, *, limit: int = 1 << 16) -> Silent:
-        """To where the api is; ``limit`` bytes are read ahead at most."""
+    async def connect(cls, api: Api, *, limit: int = 1 << 16) -> RawConnection:
+        """Connect to the service of ``api``; at most ``limit`` bytes are read ahead."""
         address = urlsplit(str(api.session._base_url))
         return cls(*await asyncio.open_connection(address.hostname, address.port, limit=limit))
 
     async def send(self, method: str, target: str, body: bytes, *, part: int | None = None) -> None:
-        """A request, or only ``part`` bytes of its body."""
+        """Send a request, or only ``part`` bytes of its body."""
         kind = "application/json" if part is None else messages.RECORDS_MEDIA_TYPE
         head = (
             f"{method} {target} HTTP/1.1",
@@ -224,15 +224,15 @@ class Silent:
         await self.writer.drain()
 
     async def body(self) -> bytes:
-        """The rest of an answer whose first bytes were read, a little at a time."""
+        """Read the rest of a response in small pieces; its first bytes were read before."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
-        found = bytearray()
-        while len(found) < length:
-            found += await self.reader.read(min(1 << 12, length - len(found)))
-        return bytes(found)
+        body = bytearray()
+        while len(body) < length:
+            body += await self.reader.read(min(1 << 12, length - len(body)))
+        return bytes(body)
 
-    async def __aenter__(self) -> Silent:
+    async def __aenter__(self) -> RawConnection:
         return self
 
     async def __aexit__(self, *_: object) -> None:

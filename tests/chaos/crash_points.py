@@ -1,7 +1,7 @@
-"""Named points of a process at which it can be made to die, as by SIGKILL.
+"""Crash points: named places in a process at which it can be killed, as by SIGKILL.
 
-* A process dies at one chosen point, at its n-th pass there; it is killed by the system and runs no line after it.
-* What is around a function is two points, before and after it, so that n chooses between them.
+* A process dies at one chosen crash point, at its n-th pass; the system kills it, and it runs no line after it.
+* A wrapped function has two crash points, before and after the call, so that n chooses between them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-"""Of ``prctl``: a process gets a signal when whoever started it dies."""
+"""Option of ``prctl``: the process gets a signal when its parent dies."""
 
 
 def die() -> None:
-    """The end of this process, now."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Points:
-    """``phase`` names the points that are armed; the process dies at the pass number ``passes`` (from 1), by ``die``,
-    which may take others with it."""
+class CrashPoints:
+    """The crash points of a process. Those of ``phase`` are armed: pass number ``passes`` (from 1) calls ``die``, which
+    may kill other processes too."""
 
     def __init__(self, phase: str = "", passes: int = 1, die: Callable[[], None] = die) -> None:
         self.die = die
@@ -31,39 +31,39 @@ class Points:
         self._left = passes
 
     def is_due(self, phase: str) -> bool:
-        """Count a pass; whether it is the one to die at."""
+        """Count a pass; returns True if it is the one to die at."""
         if phase != self._phase:
             return False
         self._left -= 1
         return self._left == 0
 
-    def here(self, phase: str) -> None:
-        """A pass of a point."""
+    def reach(self, phase: str) -> None:
+        """Pass a crash point."""
         if self.is_due(phase):
             self.die()
 
-    def around(self, owner: Any, name: str, phase: str) -> None:
-        """Make the start and the end of a function points of the phase."""
+    def wrap(self, owner: Any, name: str, phase: str) -> None:
+        """Make the start and the end of a function crash points of the phase."""
         original: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.here(phase)
+            self.reach(phase)
             result = original(*args, **kwargs)
-            self.here(phase)
+            self.reach(phase)
             return result
 
         setattr(owner, name, watched)
 
-    def around_async(self, owner: Any, name: str, phase: str) -> None:
-        """The same for a coroutine function."""
+    def wrap_async(self, owner: Any, name: str, phase: str) -> None:
+        """Like ``wrap``, for a coroutine function."""
         original: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(original)
         async def watched(*args: Any, **kwargs: Any) -> Any:
-            self.here(phase)
+            self.reach(phase)
             result = await original(*args, **kwargs)
-            self.here(phase)
+            self.reach(phase)
             return result
 
         setattr(owner, name, watched)
