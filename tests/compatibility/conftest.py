@@ -1,4 +1,4 @@
-"""What earlier versions wrote: each archive beside this file is one of them, by its version."""
+"""Data of earlier versions: one archive beside this file for each, named by the version."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 ARCHIVES = sorted(Path(__file__).parent.glob("*.tar.xz"))
 
 
-class Earlier(NamedTuple):
-    """A data directory and a backup of it, to be read and not changed; and what the version that wrote them read."""
+class EarlierData(NamedTuple):
+    """A data directory and its backup, which must not be changed; ``expected`` is the content that the version which
+    wrote them read from them."""
 
     data: Path
     backup: Path
@@ -22,15 +23,15 @@ class Earlier(NamedTuple):
 
 
 @pytest.fixture(scope="session", params=ARCHIVES, ids=lambda archive: archive.name.removesuffix(".tar.xz"))
-def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Earlier:
+def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EarlierData:
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(request.param) as packed:
-        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # an argument from Python 3.11.4 on only
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # an argument from Python 3.11.4 on
         packed.extractall(folder)
-    return Earlier(folder / "data", folder / "backup", json.loads((folder / "expected.json").read_bytes()))
+    return EarlierData(folder / "data", folder / "backup", json.loads((folder / "expected.json").read_bytes()))
 
 
 @pytest.fixture
-def data(earlier: Earlier, tmp_path: Path) -> Path:
+def data(earlier: EarlierData, tmp_path: Path) -> Path:
     """A copy of the data directory, for a service."""
     return shutil.copytree(earlier.data, tmp_path / "data")

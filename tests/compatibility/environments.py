@@ -13,7 +13,7 @@ from headrace.trajectory import ContentPart
 
 
 class Picture:
-    """Shows a picture that its seed draws; any answer ends it."""
+    """Shows a picture that depends on its seed; any action ends the episode."""
 
     blocking: ClassVar[bool] = False
 
@@ -31,7 +31,7 @@ class Picture:
 
 
 class Broken:
-    """Fails at every reset, as if trying again might help."""
+    """Fails at every reset with a retryable failure."""
 
     blocking: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A record with a value in nearly every field, as a worker of another make might hand it in."""
+"""A record with a value in nearly every field, as a third-party worker might submit it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.builders import make_multi_segment, replace_segment, replace_turn
 IMAGE = make_asset(b"bytes of an image", "image/png")
 ARRAY = encode_array(np.arange(12, dtype=np.uint8).reshape(4, 3))
 ASSETS: tuple[AssetData, ...] = (IMAGE, ARRAY)
-"""What it refers to."""
+"""Assets of the record."""
 
 
 def full_record(attempt: Assignment, worker: str) -> Trajectory:
-    """The record of that attempt: two segments, an image that the policy saw, an array about its tokens, a tool."""
+    """The record of that attempt: two segments, an image in the prompt, an array about its tokens, tool calls."""
     names = ("run", "group", "member", "episode", "attempt", "task")
     record = make_multi_segment(
         id=new_id(),
@@ -63,14 +63,14 @@ def full_record(attempt: Assignment, worker: str) -> Trajectory:
 
 def _with_a_tool(record: Trajectory) -> Trajectory:
     turn = record.segments[0].turns[0]
-    called = [
+    tool_calls = [
         ToolCall(name="add", arguments={"numbers": [1, 1]}, result="2", duration_s=0.25),
         ToolCall(name="divide", arguments={"by": 0}, error="division by zero"),
     ]
     return replace_turn(
         record,
         0,
-        tool_calls=called,
+        tool_calls=tool_calls,
         continued=[turn.start + 1],
         said="two\n\nand more",
         reward_parts={"right": 0.75, "long": -0.25},

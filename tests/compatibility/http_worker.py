@@ -1,4 +1,4 @@
-"""A worker made of plain requests: it holds, drops and ends attempts at will."""
+"""A worker made of plain requests, with which a test holds, drops and ends attempts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.orchestrator.serving import submission
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
-def ask(method: str, url: str, body: Any = None) -> Any:
-    """The decoded JSON of an answer. Raises HTTPError."""
-    content = ask_for_bytes(method, url, body)
+def request_json(method: str, url: str, body: Any = None) -> Any:
+    """Send a request; returns the decoded JSON of the response. Raises HTTPError."""
+    content = request_bytes(method, url, body)
     return msgspec.json.decode(content) if content else None
 
 
-def ask_for_bytes(method: str, url: str, body: Any = None) -> bytes:
-    """The body of an answer. Raises HTTPError."""
+def request_bytes(method: str, url: str, body: Any = None) -> bytes:
+    """Send a request; returns the body of the response. Raises HTTPError."""
     data = body if isinstance(body, bytes) else None if body is None else msgspec.json.encode(body)
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     with _open(request, timeout=30) as answer:
@@ -36,27 +36,27 @@ class HttpWorker:
         self._url, self.name, self._pool = url, name, pool
 
     def lease(self, count: int) -> list[messages.Assignment]:
-        """Exactly so many attempts."""
+        """Lease exactly ``count`` attempts."""
         request = {"worker": self.name, "pool": self._pool, "slots": 8, "free": count, "wait_s": 10}
-        reply = msgspec.convert(ask("POST", f"{self._url}/v1/worker/lease", request), messages.LeaseReply)
+        reply = msgspec.convert(request_json("POST", f"{self._url}/v1/worker/lease", request), messages.LeaseReply)
         assert len(reply.attempts) == count, reply
         return reply.attempts
 
-    def say_it_holds(self, *attempts: messages.Assignment) -> list[messages.Cancel]:
-        """A heartbeat; gives what of it is to be stopped."""
+    def heartbeat(self, *attempts: messages.Assignment) -> list[messages.Cancel]:
+        """Send a heartbeat that lists these attempts; returns those that are cancelled."""
         request = {"worker": self.name, "pool": self._pool, "slots": 8, "holding": _keys(*attempts)}
-        reply = ask("POST", f"{self._url}/v1/worker/heartbeat", request)
+        reply = request_json("POST", f"{self._url}/v1/worker/heartbeat", request)
         return msgspec.convert(reply, messages.HeartbeatReply).cancels
 
     def submit(self, attempt: messages.Assignment, record: Trajectory) -> None:
-        """Hand in a record, which is to be accepted."""
+        """Submit a record, which must be accepted."""
         body = submission([(attempt, record)])
-        (result,) = ask("POST", f"{self._url}/v1/worker/submit?worker={self.name}", body)["results"]
+        (result,) = request_json("POST", f"{self._url}/v1/worker/submit?worker={self.name}", body)["results"]
         assert result["verdict"] == "accepted", result
 
     def give_back(self, *attempts: messages.Assignment) -> None:
-        """Hand attempts back unfinished."""
-        ask("POST", f"{self._url}/v1/worker/return", {"worker": self.name, "attempts": _keys(*attempts)})
+        """Return unfinished attempts."""
+        request_json("POST", f"{self._url}/v1/worker/return", {"worker": self.name, "attempts": _keys(*attempts)})
 
 
 def _keys(*attempts: messages.Assignment) -> list[tuple[str, int, str]]:

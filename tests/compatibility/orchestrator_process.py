@@ -1,4 +1,4 @@
-"""The orchestrator of the command line as a process, on a data directory."""
+"""A process of ``headrace orchestrator`` on a data directory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from tests.e2e.processes import Processes, answers, free_port, wait_for
 
 HEADRACE = Path(sys.executable).with_name("headrace")
-"""The command line of this environment."""
+"""The command in this environment."""
 
 
 class Orchestrator:
-    """``headrace orchestrator``; it is found again at its address after a restart."""
+    """``headrace orchestrator``; it has the same address after a restart."""
 
     def __init__(self, processes: Processes, data: Path, *arguments: str) -> None:
         port = free_port()
@@ -26,9 +26,9 @@ class Orchestrator:
         wait_for("the orchestrator is ready", lambda: answers(f"{self.url}/readyz"))
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill it, as a crash would."""
         self._process.kill()
 
     def end(self) -> None:
-        """End it in order."""
+        """End it gracefully."""
         assert self._process.end() == 0, self._process.tail()

@@ -1,4 +1,4 @@
-"""Specs of the stored runs: of every kind of source, and with small records."""
+"""Specs of the stored runs: with every kind of source, and with small records."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 POOLS = ("default", "hosted", "still")
-"""Pools of real workers, each with a policy server of its own: a learner loads the first one, the service the second,
-nobody the third. The other pools have workers of plain requests."""
+"""Pools of real workers, each with a policy server of its own: a learner loads the first one, the service the second;
+the third keeps its weights. The other pools have workers made of plain requests."""
 
 ADAPTERS = ("opponent-1", "opponent-2")
 """Frozen adapters of the run ``nim``."""
 
 
 def all_specs(addresses: dict[str, str], weights: Path) -> list[dict[str, Any]]:
-    """``addresses``: of the policy servers, by pool. ``weights``: the folder of the adapters."""
+    """All specs. ``addresses``: of the policy servers, by pool. ``weights``: the folder of the adapters."""
     return [
         guess(),
         nim(addresses["hosted"], weights),
@@ -104,7 +104,7 @@ def chosen() -> dict[str, Any]:
 
 
 def plain() -> dict[str, Any]:
-    """Leases of batches run out; those of attempts do not."""
+    """A run whose batch leases run out, but not its attempt leases."""
     return {
         "name": "plain",
         "environments": [{"id": "test:Echo", "kwargs": {"words": ["yes", 1, None]}}],
@@ -121,7 +121,7 @@ def plain() -> dict[str, Any]:
 
 
 def brief() -> dict[str, Any]:
-    """Leases of attempts run out."""
+    """A run whose attempt leases run out."""
     return {
         "name": "brief",
         "environments": [{"id": "test:Echo"}],
@@ -132,7 +132,7 @@ def brief() -> dict[str, Any]:
 
 
 def stale() -> dict[str, Any]:
-    """Groups go stale, and rows fit into no bin."""
+    """A run whose groups go stale, with rows that fit into no bin."""
     return {
         "name": "stale",
         "environments": [{"id": "test:Echo"}],
@@ -143,7 +143,7 @@ def stale() -> dict[str, Any]:
 
 
 def ends() -> dict[str, Any]:
-    """Episodes end for every reason there is."""
+    """A run whose episodes end for every possible reason."""
     return {
         "name": "ends",
         "environments": [{"id": "test:Echo"}],

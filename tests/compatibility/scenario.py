@@ -1,4 +1,4 @@
-"""What happens to the stored runs: one method for each file of the log, and two for its end."""
+"""The events of the stored runs: one method for each file of the log, and two for its end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from headrace_workers.tiny_policy.model import neutral_weights
 from headrace_workers.tiny_policy.weight_updates import write_folder
 from tests.builders import make_segment
 from tests.compatibility.full_record import ASSETS, full_record
-from tests.compatibility.http_worker import HttpWorker, ask, ask_for_bytes
+from tests.compatibility.http_worker import HttpWorker, request_bytes, request_json
 from tests.e2e.processes import wait_for
 from tests.orchestrator.serving import record_for
 
-NOBODY = ("http://127.0.0.1:9", "http://127.0.0.1:19")
-"""Addresses of policy servers that are not there."""
+UNREACHABLE = ("http://127.0.0.1:9", "http://127.0.0.1:19")
+"""Addresses without a policy server."""
 
 PULL_S = 60.0
 
 
 class Scenario:
-    """``addresses`` are those of the policy servers by pool; ``weights`` is the folder of what the service loads."""
+    """The scenario. ``addresses``: of the policy servers, by pool. ``weights``: the folder of weights to load."""
 
     def __init__(self, url: str, addresses: dict[str, str], weights: Path) -> None:
         self._url, self._addresses, self._weights = url, addresses, weights
@@ -38,7 +38,7 @@ class Scenario:
     # In order -------------------------------------------------------------------------------------------------
 
     def first_file(self) -> None:
-        """Nearly every kind of record."""
+        """Write nearly every kind of event."""
         self._train_and_go_back()
         self._share_among_ranks("ranks-1")
         self._have_weights_loaded(1)
@@ -55,7 +55,7 @@ class Scenario:
             rank.pull("guess", timeout_s=PULL_S, shard=0, shards=2)
 
     def second_file(self) -> None:
-        """Sessions that were started again, and what the state at the head of the next file is to hold."""
+        """Resume sessions, and prepare the state at the head of the next file."""
         with self._learner("trainer", "trainer-2") as trainer:
             (batch,) = trainer.resume("guess").batches
             self._step(trainer, batch, Version(1, 3))
@@ -67,7 +67,7 @@ class Scenario:
         self._hold_attempts()
 
     def third_file(self) -> None:
-        """Records behind the newest state."""
+        """Write events behind the newest state."""
         self._share_among_ranks("ranks-4")
         self._close_a_run("over-too")
         with self._learner("trainer", "trainer-2") as trainer:
@@ -79,24 +79,24 @@ class Scenario:
             wait_for("weights are served", lambda: [s.version for s in trainer.servers("nim").servers] == ["0.4"])
             trainer.submit_groups("chosen", [GroupRequest(id="last", task={"environment": "math:Arithmetic-v0"})])
             trainer.set_priorities("chosen", {"last": 0.125, "b": 2.0})
-            wait_for("all is played", lambda: not any(_busy(trainer, run) for run in ("guess", "chosen")))
-            wait_for("a drained worker has gone", lambda: not self._knows("default-2"), 2 * PULL_S)
+            wait_for("all episodes are over", lambda: not any(_busy(trainer, run) for run in ("guess", "chosen")))
+            wait_for("a drained worker is gone", lambda: not self._knows("default-2"), 2 * PULL_S)
 
     def leave_open(self) -> None:
-        """Batches, groups and attempts that are open at the end; the real workers have gone."""
+        """Leave batches, groups and attempts open; the real workers are gone."""
         with self._learner("trainer", "trainer-3") as trainer, self._learner("ranks", "ranks-5") as rank:
             trainer.resume("guess")
             self._announce_weights_without_a_server(5, 6)
-            for address in NOBODY:
+            for address in UNREACHABLE:
                 trainer.add_server("nim", address)
-            trainer.drain_server("nim", NOBODY[1])
+            trainer.drain_server("nim", UNREACHABLE[1])
             trainer.drain_worker("plain-1")
             trainer.pull("guess", timeout_s=PULL_S)
             rank.pull("guess", timeout_s=PULL_S, shard=0, shards=2)
         with self._learner("other", "other-1") as other:
-            other.nack(other.pull("guess", timeout_s=PULL_S), "it is not wanted")
+            other.nack(other.pull("guess", timeout_s=PULL_S), "not needed")
 
-    def go_on_after_the_backup(self) -> None:
+    def continue_after_the_backup(self) -> None:
         """The trainer acks its batch and pulls another one."""
         with self._learner("trainer", "trainer-4") as trainer:
             (batch,) = trainer.resume("guess").batches
@@ -134,9 +134,9 @@ class Scenario:
             batch = learner.pull("nim", timeout_s=PULL_S)
             learner.ack(batch, version=n, weights=self._write_weights(n))
             wait_for("weights are served", lambda: [s.version for s in learner.servers("nim").servers] == [f"0.{n}"])
-            learner.add_server("nim", NOBODY[0])
-            learner.drain_server("nim", NOBODY[0])
-            learner.remove_server("nim", NOBODY[0])
+            learner.add_server("nim", UNREACHABLE[0])
+            learner.drain_server("nim", UNREACHABLE[0])
+            learner.remove_server("nim", UNREACHABLE[0])
 
     def _announce_weights_without_a_server(self, *versions: int) -> None:
         with self._learner("nim-learner", f"nim-{versions[0]}") as learner:
@@ -168,9 +168,9 @@ class Scenario:
         worker = HttpWorker(self._url, "plain-1", "plain")
         one, two, three, four = worker.lease(4)
         _finish(worker, one, 1.0)
-        _finish(worker, two, 1.0)  # with no variance another group takes its place
+        _finish(worker, two, 1.0)  # without variance, so another group takes its place
         _finish(worker, three, 1.0)
-        wait_for("the rest of its group is waited for no longer", lambda: bool(worker.say_it_holds(four)))
+        wait_for("its group is cut", lambda: bool(worker.heartbeat(four)))
         _submit(worker, four, status="cancelled", stop_reason="cancelled", segments=[], messages=[])
         with self._learner("slow", "slow-1") as slow, self._learner("fast", "fast-1") as fast:
             slow.pull("plain", timeout_s=PULL_S)
@@ -183,7 +183,7 @@ class Scenario:
         (seven,) = worker.lease(1)  # in place of the one that failed
         _finish(worker, six, 0.0)
         for asset in ASSETS:
-            ask_for_bytes("PUT", f"{self._url}/v1/assets/{asset.name}", asset.data)
+            request_bytes("PUT", f"{self._url}/v1/assets/{asset.name}", asset.data)
         worker.submit(seven, full_record(seven, worker.name))
 
     def _lose_attempts(self) -> None:
@@ -191,9 +191,9 @@ class Scenario:
         with self._learner("nobody", "nobody-1") as client:
             for _ in range(2):
                 worker.lease(1)
-                wait_for("a silent worker is given up", lambda: not client.run("brief").leased)
+                wait_for("a silent worker counts as lost", lambda: not client.run("brief").leased)
             worker.lease(1)
-            wait_for("a worker drops it", lambda: not worker.say_it_holds() and not client.run("brief").leased)
+            wait_for("a worker drops it", lambda: not worker.heartbeat() and not client.run("brief").leased)
 
     def _go_stale(self) -> None:
         worker = HttpWorker(self._url, "stale-1", "stale")
@@ -214,7 +214,9 @@ class Scenario:
             _submit(worker, attempt, status="truncated", stop_reason=reason, segments=[_processed(segment)])
         for layer in LAYERS:
             attempt, other = worker.lease(2)
-            _submit(worker, other, segments=[_processed(make_segment())])  # a run that only fails is slowed down
+            _submit(
+                worker, other, segments=[_processed(make_segment())]
+            )  # otherwise the failure backoff would slow the run down
             failure = Failure(layer=layer, kind="broken", message=f"The {layer} broke.")
             _submit(worker, attempt, status="failed", stop_reason="failure", failure=failure, segments=[], messages=[])
 
@@ -227,7 +229,7 @@ class Scenario:
         worker = HttpWorker(self._url, "plain-1", "plain")
         one, two, three, four = worker.lease(4)
         worker.submit(one, full_record(one, worker.name))
-        wait_for("the rest of its group is waited for no longer", lambda: bool(worker.say_it_holds(two)))
+        wait_for("its group is cut", lambda: bool(worker.heartbeat(two)))
         with self._learner("slow", "slow-1") as slow, self._learner("fast", "fast-1") as fast:
             slow.pull("plain", timeout_s=PULL_S)
             fast.pull("plain", timeout_s=PULL_S)  # once the lease of the slow one ran out; then its own does
@@ -247,18 +249,18 @@ class Scenario:
         with Client(self._url, learner=name, session=session, keepalive=False) as client:
             yield client
 
-    def _step(self, client: Client, batch: Batch, made: Version) -> None:
+    def _step(self, client: Client, batch: Batch, version: Version) -> None:
         policy = self._addresses["default"]
-        load(policy, State(improve(fetch(policy).weights, batch), made, ""))
+        load(policy, State(improve(fetch(policy).weights, batch), version, ""))
         client.doing("guess", "training")
-        client.ack(batch, version=made)
+        client.ack(batch, version=version)
 
     def _serve(self, version: Version) -> None:
         policy = self._addresses["default"]
         load(policy, fetch(policy)._replace(version=version))
 
     def _knows(self, worker: str) -> bool:
-        return worker in [found["worker"] for found in ask("GET", f"{self._url}/v1/workers")]
+        return worker in [item["worker"] for item in request_json("GET", f"{self._url}/v1/workers")]
 
 
 def _busy(client: Client, run: str) -> bool:
@@ -271,10 +273,10 @@ def _finish(worker: HttpWorker, attempt: Assignment, reward: float) -> None:
 
 
 def _processed(segment: Segment) -> Segment:
-    """Of an engine whose logprobs are those after temperature and filters."""
+    """The segment as from an engine with logprobs after temperature and filters."""
     return msgspec.structs.replace(segment, sampling=msgspec.structs.replace(segment.sampling, logprobs="processed"))
 
 
 def _submit(worker: HttpWorker, attempt: Assignment, **fields: object) -> None:
-    made_by = Provenance(worker=worker.name, evaluation=attempt.evaluation, sampling_seed=attempt.sampling_seed)
-    worker.submit(attempt, record_for(attempt, provenance=made_by, **fields))
+    provenance = Provenance(worker=worker.name, evaluation=attempt.evaluation, sampling_seed=attempt.sampling_seed)
+    worker.submit(attempt, record_for(attempt, provenance=provenance, **fields))

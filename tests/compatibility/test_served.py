@@ -1,4 +1,4 @@
-"""What an earlier version stored is served: as that version served it, and on from there."""
+"""Data of an earlier version are served as that version served them, and the runs continue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from examples.learner import State, fetch, load
 from headrace import Client, Version
 from headrace.store import log_files
 from headrace.store.log_format import HEADER_BYTES, FrameType, frame_bytes
-from tests.compatibility.conftest import Earlier
-from tests.compatibility.http_worker import ask_for_bytes
+from tests.compatibility.conftest import EarlierData
+from tests.compatibility.http_worker import request_bytes
 from tests.compatibility.orchestrator_process import HEADRACE, Orchestrator
 from tests.compatibility.summary import differences, redelivered, served
 from tests.e2e.processes import Processes, answers, free_port, wait_for
@@ -30,9 +30,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield running
 
 
-def test_a_service_answers_as_that_of_the_earlier_version_did(
-    earlier: Earlier, data: Path, processes: Processes
-) -> None:
+def test_a_service_responds_as_the_earlier_version_did(earlier: EarlierData, data: Path, processes: Processes) -> None:
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
     assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
@@ -40,7 +38,7 @@ def test_a_service_answers_as_that_of_the_earlier_version_did(
 
 
 def test_open_batches_are_redelivered_with_the_same_bytes_and_acked(
-    earlier: Earlier, data: Path, processes: Processes
+    earlier: EarlierData, data: Path, processes: Processes
 ) -> None:
     expected = earlier.expected["data"]["redelivered"]
     assert expected["trainer"]["batches"]
@@ -50,52 +48,54 @@ def test_open_batches_are_redelivered_with_the_same_bytes_and_acked(
     assert differences(expected, redelivered(orchestrator.url)) == []
     with Client(orchestrator.url, learner="trainer", session="after", keepalive=False) as learner:
         (batch,) = learner.resume("guess").batches
-        made = Version(batch.version.lineage, Version.parse(learner.run("guess").version).n + 1)
-        learner.ack(batch, version=made)
-        assert learner.run("guess").version == str(made)
+        version = Version(batch.version.lineage, Version.parse(learner.run("guess").version).n + 1)
+        learner.ack(batch, version=version)
+        assert learner.run("guess").version == str(version)
 
 
-def test_a_worker_goes_on_with_the_run_and_new_batches_come(earlier: Earlier, data: Path, processes: Processes) -> None:
+def test_a_worker_continues_the_run_and_new_batches_are_formed(
+    earlier: EarlierData, data: Path, processes: Processes
+) -> None:
     orchestrator, policy = Orchestrator(processes, data), f"http://127.0.0.1:{free_port()}"
     orchestrator.start()
     processes.add("policy", "tiny-policy", "--port", policy.rpartition(":")[2], python=str(HEADRACE)).start()
     wait_for("the policy server is ready", lambda: answers(f"{policy}/health"))
-    known = {trajectory["id"] for trajectory in earlier.expected["data"]["stored"]["trajectories"]}
+    stored = {trajectory["id"] for trajectory in earlier.expected["data"]["stored"]["trajectories"]}
     with Client(orchestrator.url, learner="trainer", session="after", keepalive=False) as learner:
         load(policy, State(fetch(policy).weights, Version.parse(learner.run("guess").version), ""))
         worker = ("worker", "--orchestrator", orchestrator.url, "--name", "default-3", "--policy-endpoint", policy)
         processes.add("worker", *worker, python=str(HEADRACE)).start()
         while True:
             batch = learner.pull("guess", timeout_s=60)
-            if not known.issuperset(batch.manifest.trajectories):
+            if not stored.issuperset(batch.manifest.trajectories):
                 break
             learner.ack(batch)
         batch.verify()
 
 
-def test_the_projection_comes_back_when_it_is_deleted(earlier: Earlier, data: Path, processes: Processes) -> None:
-    lived = _rows(data)
+def test_a_deleted_projection_is_rebuilt(earlier: EarlierData, data: Path, processes: Processes) -> None:
+    rows = _rows(data)
     (data / "projection.sqlite").unlink()
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
     assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
     orchestrator.end()
-    assert _rows(data) == lived
+    assert _rows(data) == rows
 
 
-def test_the_log_alone_gives_the_state_back_where_no_state_can_be_read(
-    earlier: Earlier, data: Path, processes: Processes
+def test_the_log_alone_restores_the_state_if_no_control_state_can_be_read(
+    earlier: EarlierData, data: Path, processes: Processes
 ) -> None:
     for number in log_files.numbers_in(data / "log")[1:]:
         path = log_files.path_of(data / "log", number)
-        _spoil_state(path)
+        _damage_state(path)
         assert log_files.head_of(path) is None
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
     assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
 
 
-def test_a_backup_is_restored_and_served(earlier: Earlier, tmp_path: Path, processes: Processes) -> None:
+def test_a_backup_is_restored_and_served(earlier: EarlierData, tmp_path: Path, processes: Processes) -> None:
     subprocess.run([HEADRACE, "restore", earlier.backup, tmp_path / "data"], check=True, capture_output=True)
     orchestrator = Orchestrator(processes, tmp_path / "data")
     orchestrator.start()
@@ -104,17 +104,17 @@ def test_a_backup_is_restored_and_served(earlier: Earlier, tmp_path: Path, proce
     assert _damaged(orchestrator) == 0
 
 
-def test_a_backup_takes_only_what_is_new(earlier: Earlier, tmp_path: Path) -> None:
+def test_a_backup_copies_only_new_data(earlier: EarlierData, tmp_path: Path) -> None:
     backup = shutil.copytree(earlier.backup, tmp_path / "backup")
-    done = subprocess.run([HEADRACE, "backup", earlier.data, backup, "--json"], check=True, capture_output=True)
-    report = json.loads(done.stdout)
+    process = subprocess.run([HEADRACE, "backup", earlier.data, backup, "--json"], check=True, capture_output=True)
+    report = json.loads(process.stdout)
     assert (report["files"], report["copied_files"], report["copied_assets"]) == (3, 1, 0)
 
 
 def _damaged(orchestrator: Orchestrator) -> float:
-    text = ask_for_bytes("GET", f"{orchestrator.url}/metrics").decode()
-    (found,) = re.findall(r"^headrace_log_damaged_records_total (\S+)$", text, re.MULTILINE)
-    return float(found)
+    text = request_bytes("GET", f"{orchestrator.url}/metrics").decode()
+    (value,) = re.findall(r"^headrace_log_damaged_records_total (\S+)$", text, re.MULTILINE)
+    return float(value)
 
 
 def _rows(data: Path) -> dict[str, list[tuple]]:
@@ -123,7 +123,7 @@ def _rows(data: Path) -> dict[str, list[tuple]]:
         return {table: sorted(database.execute(f"SELECT * FROM {table}").fetchall(), key=repr) for table in tables}
 
 
-def _spoil_state(path: Path) -> None:
+def _damage_state(path: Path) -> None:
     """Flip a bit in both copies of a file's head."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(HEADER_BYTES)[12:20], "little")

@@ -1,4 +1,4 @@
-"""What an earlier version stored is read without a service: whole, and as that version read it."""
+"""Data of an earlier version are read without a service: completely, and as that version read them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import GroupAdmitted, RunCreated
 from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, source_of
 from headrace_orchestrator.service.storage.frames import events_of
-from tests.compatibility.conftest import ARCHIVES, Earlier
+from tests.compatibility.conftest import ARCHIVES, EarlierData
 from tests.compatibility.orchestrator_process import HEADRACE
-from tests.compatibility.summary import control_records, differences, exported, frames, stored
+from tests.compatibility.summary import control_events, differences, exported, frames, stored
 from tests.compatibility.write_data import KINDS
 
 
-def test_there_are_data_of_0_1_0() -> None:
+def test_data_of_0_1_0_are_tested() -> None:
     assert "0.1.0.tar.xz" in [archive.name for archive in ARCHIVES]
 
 
-def test_the_log_holds_every_kind_of_control_record_and_opens_with_a_state_in_its_later_files(earlier: Earlier) -> None:
-    assert {record["type"] for record in control_records(earlier.data)} >= KINDS
+def test_the_log_has_every_kind_of_event_and_its_later_files_begin_with_a_state(earlier: EarlierData) -> None:
+    assert {event["type"] for event in control_events(earlier.data)} >= KINDS
     assert len([head for head in _heads(earlier.data) if head.state is not None and len(head.state) > 10_000]) >= 2
 
 
-def test_headrace_open_gives_the_same_runs_trajectories_batches_and_assets(earlier: Earlier) -> None:
+def test_headrace_open_gives_the_same_runs_trajectories_batches_and_assets(earlier: EarlierData) -> None:
     assert differences(earlier.expected["data"]["stored"], stored(earlier.data)) == []
     assert differences(earlier.expected["backup"]["stored"], stored(earlier.backup)) == []
 
 
-def test_every_record_is_read_with_all_its_fields(earlier: Earlier) -> None:
-    read = [frame for frame in frames(earlier.data) if frame.type in (FrameType.CONTROL, *ENCODED)]
-    assert {frame.type for frame in read} == {FrameType.CONTROL, *ENCODED}
-    # A field that was renamed would be passed over as unknown, and missing here.
-    assert [frame for frame in read if _encoded_again(frame) != frame.payload] == []
+def test_every_record_is_read_with_all_its_fields(earlier: EarlierData) -> None:
+    all_frames = [frame for frame in frames(earlier.data) if frame.type in (FrameType.CONTROL, *ENCODED)]
+    assert {frame.type for frame in all_frames} == {FrameType.CONTROL, *ENCODED}
+    # A renamed field would be skipped as unknown, and be missing here.
+    assert [frame for frame in all_frames if _encoded_again(frame) != frame.payload] == []
 
 
 ENCODED = (FrameType.TRAJECTORY, FrameType.BATCH)
@@ -59,12 +59,12 @@ def _encoded_again(frame: Frame) -> bytes:
     return msgspec.msgpack.encode(events)
 
 
-def test_every_control_state_is_restored_whole(earlier: Earlier) -> None:
+def test_every_control_state_is_restored_completely(earlier: EarlierData) -> None:
     for head in _heads(earlier.data):
         assert _restored(head).snapshot() == _state(head)
 
 
-def test_the_records_of_a_file_lead_from_its_state_to_that_of_the_next(earlier: Earlier) -> None:
+def test_the_events_of_a_file_lead_from_its_state_to_that_of_the_next(earlier: EarlierData) -> None:
     scheduler, states = None, 0
     for frame in frames(earlier.data):
         if frame.type is FrameType.FILE_HEAD:
@@ -89,7 +89,7 @@ def _state(head: FileHead) -> bytes:
 
 
 def _sorted(state: bytes) -> list:
-    """With workers by name: they are stored in the order in which a service met them, which is not recorded."""
+    """The state with workers sorted by name: their stored order depends on requests that are not in the log."""
     version, runs, workers, draining = msgspec.msgpack.decode(state)
     return [version, runs, sorted(workers), draining]
 
@@ -100,7 +100,7 @@ def _restored(head: FileHead) -> Scheduler:
     return scheduler
 
 
-def test_a_run_draws_the_tasks_and_seeds_that_it_drew_before(earlier: Earlier) -> None:
+def test_a_run_draws_the_same_tasks_and_seeds_as_before(earlier: EarlierData) -> None:
     specs, drawn = {}, 0
     for frame in frames(earlier.data):
         for event in events_of(frame)[0] if frame.type is FrameType.CONTROL else ():
@@ -114,19 +114,19 @@ def test_a_run_draws_the_tasks_and_seeds_that_it_drew_before(earlier: Earlier) -
     assert drawn > 40
 
 
-def test_fsck_finds_nothing(earlier: Earlier) -> None:
+def test_fsck_finds_nothing(earlier: EarlierData) -> None:
     for folder in (earlier.data, earlier.backup):
-        done = subprocess.run([HEADRACE, "fsck", folder, "--json"], capture_output=True, text=True, check=False)
-        assert (done.returncode, json.loads(done.stdout)["findings"]) == (0, [])
+        process = subprocess.run([HEADRACE, "fsck", folder, "--json"], capture_output=True, text=True, check=False)
+        assert (process.returncode, json.loads(process.stdout)["findings"]) == (0, [])
 
 
-def test_an_export_of_json_lines_has_every_field_of_every_record(earlier: Earlier, tmp_path: Path) -> None:
+def test_an_export_of_json_lines_has_every_field_of_every_record(earlier: EarlierData, tmp_path: Path) -> None:
     assert differences(earlier.expected["data"]["exported"], exported(earlier.data, tmp_path / "lines")) == []
     names = {path.name for path in (tmp_path / "lines" / "assets").glob("*/*")}
     assert names == earlier.expected["data"]["stored"]["assets"].keys()
 
 
-def test_an_export_of_parquet_has_the_tokens_and_rewards_of_every_record(earlier: Earlier, tmp_path: Path) -> None:
+def test_an_export_of_parquet_has_the_tokens_and_rewards_of_every_record(earlier: EarlierData, tmp_path: Path) -> None:
     subprocess.run([HEADRACE, "export", earlier.data, tmp_path / "tables"], check=True, capture_output=True)
     rows = [row for file in (tmp_path / "tables").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
     lines = earlier.expected["data"]["exported"]
@@ -141,8 +141,8 @@ def _tokens(line: dict) -> list:
     return [line["id"], line["status"], segments]
 
 
-def test_the_filters_of_headrace_open_find_the_same(earlier: Earlier) -> None:
+def test_the_filters_of_headrace_open_select_the_same_trajectories(earlier: EarlierData) -> None:
     lines = earlier.expected["data"]["exported"]
     tagged = [line["id"] for line in lines if "sums" in line["task"].get("tags", [])]
     assert tagged
-    assert [found.id for found in headrace.open(earlier.data).trajectories(run="guess", tags=["sums"])] == tagged
+    assert [item.id for item in headrace.open(earlier.data).trajectories(run="guess", tags=["sums"])] == tagged

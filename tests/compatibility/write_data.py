@@ -1,12 +1,12 @@
 """``python -m tests.compatibility.write_data FOLDER``: writes the data of the version that is checked out.
 
-* Real processes write it: orchestrator, workers and policy servers of the command line; learners use the client. Plain
-  requests stand for a worker where a real one would leave the outcome to chance.
-* It ends with an error unless every kind of event is there, three files of the log, and open batches.
-* The data hold paths below FOLDER: choose one that means nothing, such as /var/lib/headrace.
+* Real processes write it: orchestrator, workers and policy servers of the command line; learners use the client. A
+  worker made of plain requests is used where the outcome of a real one would be random.
+* It fails unless the log has every kind of event, three files, and open batches.
+* The data contain paths below FOLDER: choose a neutral one, such as /var/lib/headrace.
 
-It makes ``FOLDER/VERSION.tar.xz``: a data directory, a backup of it, and ``expected.json``, which is what this version
-reads in both. Put the archive beside this file. It takes three minutes, since the log's files end by their age.
+It makes ``FOLDER/VERSION.tar.xz``: a data directory, a backup of it, and ``expected.json``, the content that this
+version reads from both. Put the archive beside this file. It takes three minutes, because files of the log end by age.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace_workers.tiny_policy.model import neutral_weights
 from tests.compatibility import run_specs
 from tests.compatibility.orchestrator_process import HEADRACE, Orchestrator
 from tests.compatibility.scenario import Scenario
-from tests.compatibility.summary import control_records, summary
+from tests.compatibility.summary import control_events, summary
 from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 
 KEEP_AGE_S = 240
-"""A file of the log ends after a quarter of this. None is deleted before all of it."""
+"""Seconds that records are kept. A file of the log is sealed after a quarter of this."""
 
 KINDS = frozenset(
     [
@@ -65,7 +65,7 @@ KINDS = frozenset(
 
 
 def write(folder: Path) -> Path:
-    """Write everything into a new folder; gives the archive."""
+    """Write everything into a new folder; returns the archive."""
     folder.mkdir(parents=True)
     with Processes(folder / "logs") as processes:
         _play(processes, folder)
@@ -103,7 +103,7 @@ def _play(processes: Processes, folder: Path) -> None:
         worker.end()
     scenario.leave_open()
     subprocess.run([HEADRACE, "backup", folder / "data", folder / "backup"], check=True)
-    scenario.go_on_after_the_backup()
+    scenario.continue_after_the_backup()
     orchestrator.end()
 
 
@@ -131,14 +131,15 @@ def _wait_for_file(folder: Path, number: int) -> None:
 def _require_everything(data: Path) -> None:
     files = sorted(path.name for path in (data / "log").iterdir())
     assert files == ["00000001.log", "00000002.log", "00000003.log"], f"the log has other files: {files}"
-    kinds = {record["type"] for record in control_records(data)}
-    assert kinds >= KINDS, f"no record of {sorted(KINDS - kinds)}"
+    kinds = {event["type"] for event in control_events(data)}
+    assert kinds >= KINDS, f"no event of {sorted(KINDS - kinds)}"
 
 
 def _require_open_batches(expected: dict[str, Any]) -> None:
-    for found in expected.values():
-        left = found["redelivered"]
-        assert all(bool(left[name]["batches"]) == (name != "other") for name in left), f"other batches are open: {left}"
+    for content in expected.values():
+        learners = content["redelivered"]
+        is_expected = all(bool(learners[name]["batches"]) == (name != "other") for name in learners)
+        assert is_expected, f"other batches are open: {learners}"
 
 
 def _pack(folder: Path) -> Path:
@@ -157,5 +158,5 @@ def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that is not there yet")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist yet")
     sys.stdout.write(f"{write(parser.parse_args().folder)}\n")
