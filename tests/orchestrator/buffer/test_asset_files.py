@@ -25,11 +25,11 @@ class _Crashes:
     """Allows a number of syncs; the process crashes before the next one has any effect."""
 
     def __init__(self, syncs: int) -> None:
-        self.left = syncs
+        self.syncs_left = syncs
 
     def on_start(self, path: Path) -> None:
-        self.left -= 1
-        if self.left < 0:
+        self.syncs_left -= 1
+        if self.syncs_left < 0:
             raise Crash
 
     def before_durable(self, path: Path) -> None: ...

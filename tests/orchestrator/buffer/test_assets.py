@@ -318,8 +318,8 @@ async def test_a_response_holds_several_assets_up_to_its_maximum_size(
             await send(api, asset)
         names = [ONE.name, "0" * 64, TWO.name, THREE.name]
         async with api.session.post("/v1/assets", json={"names": names}) as answer:
-            found = unpack_assets(await answer.read())
-        assert [bytes(item) if isinstance(item, memoryview) else item.code for item in found] == [
+            items = unpack_assets(await answer.read())
+        assert [bytes(item) if isinstance(item, memoryview) else item.code for item in items] == [
             ONE.data,
             "unknown-asset",
             TWO.data,

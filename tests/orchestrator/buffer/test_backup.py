@@ -131,8 +131,8 @@ async def test_damage_in_a_backup_is_refused_or_restored_as_it_is_on_request(dat
     with pytest.raises(CorruptRecord, match=file.name):
         restore_into(tmp_path / "copy", tmp_path / "restored")
     assert list((tmp_path / "restored").iterdir()) == []
-    found = restore(tmp_path / "copy", tmp_path / "rest", now_s=NOW_S, despite_damage=True)
-    assert found.damaged == [file.name]
+    report = restore(tmp_path / "copy", tmp_path / "rest", now_s=NOW_S, despite_damage=True)
+    assert report.damaged == [file.name]
     assert len(episodes(tmp_path / "rest")) == 4
     flip(file, 100)
     restore_into(tmp_path / "copy", tmp_path / "restored")
@@ -282,15 +282,15 @@ async def test_impossible_arguments_are_refused(data_dir: Path, tmp_path: Path):
 
 
 def headrace_command(*arguments: Any) -> dict[str, Any]:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "headrace_orchestrator.cli", *map(str, arguments), "--json"],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(process.stdout)
+    return report
 
 
 async def test_a_backup_under_load_is_restored_without_loss_up_to_the_cut(process: Process, tmp_path: Path):
@@ -328,8 +328,8 @@ async def test_a_backup_under_load_is_restored_without_loss_up_to_the_cut(proces
     try:
         async with aiohttp.ClientSession(again.start()) as session:
             api = Api(session)
-            found = await stored_episodes(api)
-            assert cuts[0] < cuts[1] < cuts[2] <= found
+            stored = await stored_episodes(api)
+            assert cuts[0] < cuts[1] < cuts[2] <= stored
             await api.play(free=4)
             assert (await api.ask("GET", "/v1/status"))["epoch"] > old
     finally:

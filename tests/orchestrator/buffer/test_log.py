@@ -37,9 +37,9 @@ async def opened(
     """A log that was read to its end, and its content."""
     log = Log(path, file_bytes=file_bytes, writer=writer)
     try:
-        found = list(log.scan())
+        items = list(log.scan())
         log.start(lambda: None)
-        yield log, found
+        yield log, items
     finally:
         if log.failure:
             with pytest.raises(StoreError):
@@ -57,9 +57,9 @@ async def opened_by(
             yield log_and_found
 
 
-def payloads(found: list[LocatedFrame | LostRange]) -> list[bytes]:
+def payloads(items: list[LocatedFrame | LostRange]) -> list[bytes]:
     """Payloads of the frames that were appended."""
-    placed = [item for item in found if isinstance(item, LocatedFrame)]
+    placed = [item for item in items if isinstance(item, LocatedFrame)]
     return [item.frame.payload for item in placed if item.frame.type not in (FrameType.FILE_HEAD, FrameType.FOOTER)]
 
 
@@ -97,11 +97,11 @@ async def test_appended_frames_come_back_in_order_after_a_restart(log_dir: Path,
     async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.append(FrameType.TRAJECTORY, b"two" * 100)
-    async with opened_by(start_log_writer, log_dir) as (log, found):
-        assert payloads(found) == [b"one", b"two" * 100]
+    async with opened_by(start_log_writer, log_dir) as (log, items):
+        assert payloads(items) == [b"one", b"two" * 100]
         log.append(FrameType.BATCH, b"three")
-    async with opened_by(start_log_writer, log_dir) as (_, found):
-        assert payloads(found) == [b"one", b"two" * 100, b"three"]
+    async with opened_by(start_log_writer, log_dir) as (_, items):
+        assert payloads(items) == [b"one", b"two" * 100, b"three"]
 
 
 async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_log_writer: StartLogWriter):
@@ -155,11 +155,11 @@ async def test_the_next_file_opens_with_the_current_control_state(log_dir: Path,
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state behind one")
         log.append(FrameType.CONTROL, b"two")
-    async with opened_by(start_log_writer, log_dir) as (log, found):
-        assert payloads(found) == [b"one", b"two"]
+    async with opened_by(start_log_writer, log_dir) as (log, items):
+        assert payloads(items) == [b"one", b"two"]
         assert log.state == b"state behind one"
         assert [
-            item.frame.payload for item in found if isinstance(item, LocatedFrame) and item.location.position > log.base
+            item.frame.payload for item in items if isinstance(item, LocatedFrame) and item.location.position > log.base
         ]
         log.append(FrameType.CONTROL, b"three")
     log = Log(log_dir, file_bytes=FILE_BYTES)
@@ -175,15 +175,15 @@ async def test_a_damaged_head_leaves_the_previous_state(tmp_path: Path):
     file = tmp_path / "00000004.log"
     for offset in (64, 64 + file.stat().st_size // 2):
         flip(file, offset)
-    async with opened(tmp_path) as (log, found):
+    async with opened(tmp_path) as (log, items):
         assert log.state == b"state behind 1"
-        assert [item.file for item in found if isinstance(item, LostRange)] == ["00000004.log"]
-        assert payloads(found) == [b"0", b"1", b"2"]
+        assert [item.file for item in items if isinstance(item, LostRange)] == ["00000004.log"]
+        assert payloads(items) == [b"0", b"1", b"2"]
         log.append(FrameType.CONTROL, b"after")
     # A file that cannot be appended to is left as it is.
     assert len(list(tmp_path.glob("*.log"))) == 5
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"0", b"1", b"2", b"after"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"0", b"1", b"2", b"after"]
 
 
 async def test_a_damaged_footer_costs_no_record(tmp_path: Path):
@@ -195,8 +195,8 @@ async def test_a_damaged_footer_costs_no_record(tmp_path: Path):
     file = tmp_path / "00000001.log"
     for offset in (end + 64, file.stat().st_size - 1):
         flip(file, offset)
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"one", b"two"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"one", b"two"]
 
 
 @pytest.mark.parametrize("left", [b"", bytes(100), b"HRLOGFRM"])
@@ -204,12 +204,12 @@ async def test_a_last_file_without_a_whole_frame_counts_as_missing(tmp_path: Pat
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"one")
     (tmp_path / "00000002.log").write_bytes(left)
-    async with opened(tmp_path) as (log, found):
-        assert payloads(found) == [b"one"]
+    async with opened(tmp_path) as (log, items):
+        assert payloads(items) == [b"one"]
         log.append(FrameType.CONTROL, b"two")
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"one", b"two"]
-        assert not [item for item in found if isinstance(item, LostRange)]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"one", b"two"]
+        assert not [item for item in items if isinstance(item, LostRange)]
 
 
 async def test_a_file_of_another_log_is_refused_and_named(tmp_path: Path):
@@ -273,8 +273,8 @@ async def test_after_a_failed_write_or_sync_the_file_is_cut_and_every_waiter_get
         assert (tmp_path / "00000001.log").stat().st_size == size
     # Unacknowledged frames are gone, even if the page cache still showed them.
     disk.refuses = 0
-    async with opened(tmp_path) as (log, found):
-        assert payloads(found) == [b"safe"]
+    async with opened(tmp_path) as (log, items):
+        assert payloads(items) == [b"safe"]
 
 
 async def test_frames_that_were_not_stored_go_to_a_new_file_as_soon_as_the_disk_accepts_one(tmp_path: Path, disk: Disk):
@@ -316,8 +316,8 @@ async def test_frames_that_were_not_stored_go_to_a_new_file_as_soon_as_the_disk_
     assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
     await log.close()
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["00000001.log", "00000002.log"]
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"safe", b"one", b"two", b"three", b"four"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"safe", b"one", b"two", b"three", b"four"]
 
 
 async def test_a_disk_that_fails_during_a_rotation_loses_nothing(tmp_path: Path, disk: Disk):
@@ -341,9 +341,9 @@ async def test_a_disk_that_fails_during_a_rotation_loses_nothing(tmp_path: Path,
             disk.refuses = 0
             assert [log.read(place) for place in places] == [b"two"]
             log.append(FrameType.CONTROL, b"three")
-        async with opened(path) as (_, found):
-            assert payloads(found) == [b"one", b"two", b"three"]
-            assert not [item for item in found if isinstance(item, LostRange)]
+        async with opened(path) as (_, items):
+            assert payloads(items) == [b"one", b"two", b"three"]
+            assert not [item for item in items if isinstance(item, LostRange)]
 
 
 async def test_a_log_that_is_closed_during_a_retry_stays_failed(tmp_path: Path, disk: Disk):
@@ -361,8 +361,8 @@ async def test_a_log_that_is_closed_during_a_retry_stays_failed(tmp_path: Path, 
     for _ in range(3):
         await asyncio.sleep(0)
     assert calls == []
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"one"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"one"]
 
 
 async def test_a_recovery_counts_deleted_files(tmp_path: Path, disk: Disk):
@@ -400,8 +400,8 @@ async def test_frames_that_a_failed_file_still_shows_do_not_count_twice(
         log.retry()
         await settled(log)
         await log.synced()
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"one", b"two"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"one", b"two"]
 
 
 async def test_a_writer_that_raises_stops_the_log_and_fails_all_waiters(
@@ -451,8 +451,8 @@ async def test_nothing_is_acknowledged_or_stored_twice_if_the_owner_cannot_be_re
         log.retry()
         await settled(log)
         await log.synced()
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"safe", b"one", b"two"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"safe", b"one", b"two"]
 
 
 async def test_an_old_owner_that_cannot_read_the_epoch_cuts_nothing_of_its_successor(tmp_path: Path):
@@ -467,8 +467,8 @@ async def test_an_old_owner_that_cannot_read_the_epoch_cuts_nothing_of_its_succe
         old.append(FrameType.CONTROL, b"late")
         with pytest.raises(StoreError, match="Stale file handle"):
             await old.synced()
-    async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"one", b"two"]
+    async with opened(tmp_path) as (_, items):
+        assert payloads(items) == [b"one", b"two"]
 
 
 async def test_a_disk_that_fails_while_the_log_closes_is_not_retried(tmp_path: Path, disk: Disk):
@@ -521,9 +521,9 @@ async def test_damage_in_the_middle_is_reported_and_costs_that_record_only(tmp_p
         places = [log.append(FrameType.TRAJECTORY, bytes([65 + number]) * 100) for number in range(3)]
     file = tmp_path / "00000001.log"
     flip(file, places[1].offset + 100)
-    async with opened(tmp_path) as (log, found):
-        assert payloads(found) == [b"A" * 100, b"C" * 100]
-        lost = [item for item in found if isinstance(item, LostRange)]
+    async with opened(tmp_path) as (log, items):
+        assert payloads(items) == [b"A" * 100, b"C" * 100]
+        lost = [item for item in items if isinstance(item, LostRange)]
         assert [(item.file, item.offset) for item in lost] == [("00000001.log", places[1].offset)]
         assert log.read(places[2]) == b"C" * 100
 
@@ -557,13 +557,13 @@ def test_a_torn_tail_is_cut_when_the_log_is_opened(
         length = cut % (ends[-1] + 1)
         os.truncate(file, length)
         whole = sum(end <= length for end in ends)
-        async with opened(path) as (log, found):
-            assert not [item for item in found if isinstance(item, LostRange)]
-            assert payloads(found) == [b"x" * size for size in sizes[:whole]]
+        async with opened(path) as (log, items):
+            assert not [item for item in items if isinstance(item, LostRange)]
+            assert payloads(items) == [b"x" * size for size in sizes[:whole]]
             assert log.size_bytes == file.stat().st_size
             log.append(FrameType.TRAJECTORY, b"after")
-        async with opened(path) as (_, found):
-            assert payloads(found) == [*(b"x" * size for size in sizes[:whole]), b"after"]
+        async with opened(path) as (_, items):
+            assert payloads(items) == [*(b"x" * size for size in sizes[:whole]), b"after"]
 
     asyncio.run(append_frames())
 

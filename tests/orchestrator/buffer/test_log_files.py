@@ -20,23 +20,23 @@ from tests.e2e.processes import wait_for
 from tests.orchestrator.buffer.test_log import flip
 
 
-def made(folder: Path, number: int, payload: bytes) -> None:
+def make_file(folder: Path, number: int, payload: bytes) -> None:
     path_of(folder, number).write_bytes(b"".join(pack_frame(FrameType.TRAJECTORY, payload)))
 
 
 def open_files(folder: Path) -> list[str]:
     """Files of a folder that this process has open. All else that is open may be what other tests left to the garbage
     collector."""
-    found = []
+    names = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             path = Path(os.readlink(descriptor))
-            found += [path.name] if path.parent == folder else []
-    return found
+            names += [path.name] if path.parent == folder else []
+    return names
 
 
 def test_every_read_is_checked_against_its_checksum(tmp_path: Path) -> None:
-    made(tmp_path, 1, b"payload")
+    make_file(tmp_path, 1, b"payload")
     files = LocalLogFiles(tmp_path)
     assert files.read(1, 0, 7) == b"payload"
     flip(path_of(tmp_path, 1), 64)
@@ -47,7 +47,7 @@ def test_every_read_is_checked_against_its_checksum(tmp_path: Path) -> None:
 
 
 def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> None:
-    made(tmp_path, 1, b"payload")
+    make_file(tmp_path, 1, b"payload")
     files = LocalLogFiles(tmp_path)
     files.read(1, 0, 7)
     reader = files._open_files[1]
@@ -60,11 +60,11 @@ def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> N
 
 
 def test_a_file_whose_number_is_reused_is_read_anew(tmp_path: Path) -> None:
-    made(tmp_path, 1, b"before")
+    make_file(tmp_path, 1, b"before")
     files = LocalLogFiles(tmp_path)
     files.read(1, 0, 6)
     path_of(tmp_path, 1).unlink()
-    made(tmp_path, 1, b"behind")
+    make_file(tmp_path, 1, b"behind")
     files.forget(1)
     assert files.read(1, 0, 6) == b"behind"
     files.close()
@@ -74,7 +74,7 @@ def test_few_files_are_held_open_however_many_there_are(tmp_path: Path) -> None:
     files = LocalLogFiles(tmp_path)
     numbers = range(1, 2 * MAX_OPEN)
     for number in numbers:
-        made(tmp_path, number, b"%04d" % number)
+        make_file(tmp_path, number, b"%04d" % number)
     for number in (*numbers, *reversed(numbers)):
         assert files.read(number, 0, 4) == b"%04d" % number
         assert 1 <= len(open_files(tmp_path)) <= MAX_OPEN
@@ -88,7 +88,7 @@ def test_a_process_that_runs_out_of_a_resource_does_not_call_a_record_damaged(
     def out(path: Path, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    made(tmp_path, 1, b"payload")
+    make_file(tmp_path, 1, b"payload")
     files = LocalLogFiles(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", out)
@@ -100,7 +100,7 @@ def test_a_process_that_runs_out_of_a_resource_does_not_call_a_record_damaged(
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told what to forget")
 def test_the_content_of_a_file_can_be_dropped_from_the_page_cache_and_can_still_be_read(tmp_path: Path) -> None:
     payload = os.urandom(1 << 20)
-    made(tmp_path, 1, payload)
+    make_file(tmp_path, 1, payload)
     with open(path_of(tmp_path, 1), "rb") as stream:
         os.fsync(stream.fileno())
         stream.read()  # if memory is short, the kernel may have dropped it already

@@ -390,8 +390,8 @@ async def test_a_data_directory_may_have_any_name(tmp_path: Path, name: str):
 async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
     """A log with a writer process."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        given = {"file_bytes": 1 << 30, **settings}
-        log = Log(log_dir, writer=LogWriterProcess(directory), **given)  # type: ignore[arg-type]
+        options = {"file_bytes": 1 << 30, **settings}
+        log = Log(log_dir, writer=LogWriterProcess(directory), **options)  # type: ignore[arg-type]
         try:
             list(log.scan())
             log.start(lambda: None)
@@ -416,9 +416,9 @@ class Closed:
 
 async def found_in(log_dir: Path) -> list[bytes]:
     """Payloads that a start finds in a log without damage."""
-    async with opened_by(LogWriterProcess, log_dir) as (_, found):
-        assert not [item for item in found if isinstance(item, LostRange)]
-        return payloads(found)
+    async with opened_by(LogWriterProcess, log_dir) as (_, items):
+        assert not [item for item in items if isinstance(item, LostRange)]
+        return payloads(items)
 
 
 def readable(writer: LogWriterProcess) -> bool:
@@ -428,13 +428,13 @@ def readable(writer: LogWriterProcess) -> bool:
 
 def descriptors(pid: int) -> list[str]:
     """Open descriptors of a process, without those of the event loop and of this listing."""
-    found = []
+    targets = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found.append(os.readlink(entry))
+            targets.append(os.readlink(entry))
         except FileNotFoundError:
             continue  # the descriptor of this listing
-    return sorted(found)
+    return sorted(targets)
 
 
 class Watched:

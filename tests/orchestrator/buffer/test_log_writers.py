@@ -261,11 +261,11 @@ def frames(file: int, log_dir: Path, *payloads: bytes) -> list[PendingFrame]:
     """Frames behind the current content of a file."""
     path = path_of(log_dir, file)
     offset = path.stat().st_size if path.exists() else 0
-    found = []
+    frames = []
     for payload in payloads:
-        found.append(queued(file, offset, payload))
-        offset += found[-1].size_bytes
-    return found
+        frames.append(queued(file, offset, payload))
+        offset += frames[-1].size_bytes
+    return frames
 
 
 def packed(*payloads: bytes) -> bytes:
@@ -286,6 +286,6 @@ def no_file_grows(writer: LogWriter) -> Iterator[None]:
 
 async def assert_holds(start_log_writer: StartLogWriter, log_dir: Path, *expected: bytes) -> None:
     """Assert that a start finds exactly these payloads, and no damage."""
-    async with opened_by(start_log_writer, log_dir) as (_, found):
-        assert payloads(found) == list(expected)
-        assert not [item for item in found if isinstance(item, LostRange)]
+    async with opened_by(start_log_writer, log_dir) as (_, items):
+        assert payloads(items) == list(expected)
+        assert not [item for item in items if isinstance(item, LostRange)]

@@ -184,9 +184,9 @@ def test_a_damaged_last_id_does_not_make_stored_ids_look_new(tmp_path: Path):
     projection.write([row(1), row(2)], 5)
     projection.close()
     whole, anew = file.read_bytes(), 0
-    for found in re.finditer(re.escape(ids[1].encode()), whole):  # in the row and in the index
+    for match in re.finditer(re.escape(ids[1].encode()), whole):  # in the row and in the index
         file.write_bytes(whole)
-        flip(file, found.end() - 1)
+        flip(file, match.end() - 1)
         projection = SqliteProjection(file, "log")
         is_anew = projection.cursor == 0
         assert is_anew or looked_up_for(projection, ids[1])

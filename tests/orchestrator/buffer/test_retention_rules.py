@@ -66,10 +66,12 @@ def test_the_rest_reaches_each_number_and_is_the_newest(sizes, keep_bytes, keep_
     deleted = removable_files(files, retention, now_s=NOW, needed=needed)
     assert deleted == [file.number for file in files[: len(deleted)]]
     assert all(number < needed for number in deleted)
-    left = files[len(deleted) :]
+    remaining = files[len(deleted) :]
     if deleted:
-        assert sum(f.size_bytes for f in left) >= keep_bytes or sum(f.trajectories for f in left) >= keep_count
-    assert left
+        assert (
+            sum(f.size_bytes for f in remaining) >= keep_bytes or sum(f.trajectories for f in remaining) >= keep_count
+        )
+    assert remaining
 
 
 def test_files_are_small_in_comparison_with_the_data_that_is_kept():

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this system has no memfd_
 
 @pytest.fixture
 def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory.create()
-    yield made
-    made.close()
+    memory = SharedMemory.create()
+    yield memory
+    memory.close()
 
 
 def test_one_process_resizes_it_and_writes_and_another_one_maps_it(memory: SharedMemory):

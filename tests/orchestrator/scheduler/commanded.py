@@ -71,9 +71,9 @@ class CommandedScheduler(Scheduler):
         state = self.state_at(now)
         runs.close_run(state, state.run(run), now)
 
-    def submit_groups(self, run: str, wanted: list[messages.GroupRequest], now: float) -> list[str]:
+    def submit_groups(self, run: str, requests: list[messages.GroupRequest], now: float) -> list[str]:
         state = self.state_at(now)
-        return groups.submit(state, state.run(run), wanted, now)
+        return groups.submit(state, state.run(run), requests, now)
 
     def evict(self, run: str, group: str, now: float) -> None:
         state = self.state_at(now)
@@ -170,5 +170,5 @@ class CommandedScheduler(Scheduler):
         policy_servers.weights_served(state, state.run(run), version, weights, now)
 
     def set_inference_slots(self, run: str, slots: int | None) -> bool:
-        found = self.state.run(run)
-        return found.concurrency_cap.set(slots, found.leased)
+        run_state = self.state.run(run)
+        return run_state.concurrency_cap.set(slots, run_state.leased)

@@ -9,6 +9,6 @@ from tests.orchestrator.scheduler.harness import Harness
 
 @pytest.fixture
 def harness():
-    found = Harness()
-    yield found
-    assert found.replayed().durable() == found.core.durable()
+    harness = Harness()
+    yield harness
+    assert harness.replayed().durable() == harness.core.durable()

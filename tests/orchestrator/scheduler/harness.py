@@ -305,14 +305,14 @@ class Harness:
         return more
 
     # Events of the log
-    def found(self, kind: type[Any], since: int = 0) -> list[Any]:
+    def events_of(self, kind: type[Any], since: int = 0) -> list[Any]:
         return [event for event in self.log[since:] if isinstance(event, kind)]
 
     def retired(self, since: int = 0) -> dict[str, str]:
-        return {event.group: event.reason for event in self.found(events.GroupRetired, since)}
+        return {event.group: event.reason for event in self.events_of(events.GroupRetired, since)}
 
     def ends(self, episode: str) -> list[str]:
-        return [event.status for event in self.found(events.EpisodeEnded) if event.episode == episode]
+        return [event.status for event in self.events_of(events.EpisodeEnded) if event.episode == episode]
 
     def task_ids(self, batch: ServedBatch) -> list[str]:
         return [self.tasks[group] for group in batch.groups]

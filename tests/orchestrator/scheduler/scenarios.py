@@ -36,19 +36,19 @@ def mixed_harness(**spec: object) -> Harness:
 
 def kinds_of_batch(harness: Harness, batch: ServedBatch) -> set[tuple[str, ...]]:
     """The kinds of the groups in a batch: environment, then tags."""
-    admitted = {event.group: event.task for event in harness.found(events.GroupAdmitted)}
+    admitted = {event.group: event.task for event in harness.events_of(events.GroupAdmitted)}
     return {(admitted[id].environment, *sorted(admitted[id].tags)) for id in batch.groups}
 
 
 def chosen_batches(harness: Harness, times: int) -> list[tuple[str, ...]]:
     """Batches that are chosen after 0, 1, ... batches were formed."""
     run = harness.core.state.runs["r"]
-    found, formed = [], run.batches_formed
+    batches, formed = [], run.batches_formed
     for number in range(times):
         run.batches_formed = number
-        found.append(tuple(group.id for group in selection.choose(run, EVERYTHING)))
+        batches.append(tuple(group.id for group in selection.choose(run, EVERYTHING)))
     run.batches_formed = formed
-    return found
+    return batches
 
 
 def pull_all_shards(harness: Harness, request: str, shards: int = 4, session: str = "s") -> list[ServedBatch]:

@@ -27,7 +27,7 @@ def test_a_command_that_raises_has_changed_nothing():
     harness = busy_harness()
     core, now = harness.core, harness.now
     attempt = harness.lease(1, "other")[0]
-    batch = next(event.batch for event in harness.found(events.BatchFormed))
+    batch = next(event.batch for event in harness.events_of(events.BatchFormed))
     stranger = {"learner": "x", "session": "y", "generation": 1}
     groups = [messages.GroupRequest(task={"environment": "e"}), messages.GroupRequest(task={})]
     commands = [
@@ -85,12 +85,12 @@ def test_a_tick_that_comes_late_expires_nothing(harness):
     assert harness.stall(500.0) == []
     harness.heartbeat("another")
     harness.advance(29.0)
-    assert harness.found(events.AttemptEnded) == []
+    assert harness.events_of(events.AttemptEnded) == []
     harness.advance(1.0)
-    assert len(harness.found(events.AttemptEnded)) == len(attempts), "once"
-    assert harness.found(events.BatchReleased) == []
+    assert len(harness.events_of(events.AttemptEnded)) == len(attempts), "once"
+    assert harness.events_of(events.BatchReleased) == []
     harness.advance(60.0)
-    assert [event.batch for event in harness.found(events.BatchReleased)] == [batch.id]
+    assert [event.batch for event in harness.events_of(events.BatchReleased)] == [batch.id]
 
 
 def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
@@ -99,4 +99,4 @@ def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
     harness.now += 31.0
     harness.heartbeat("another")
     harness.advance(29.0)
-    assert harness.found(events.AttemptEnded) == []
+    assert harness.events_of(events.AttemptEnded) == []

@@ -70,7 +70,7 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.retired() == {}
     harness.announce("0.2")
     assert harness.retired() == {group: "stale"}
-    cancelled = {event.episode for event in harness.found(events.AttemptCancelled)}
+    cancelled = {event.episode for event in harness.events_of(events.AttemptCancelled)}
     assert cancelled == {attempt.episode for attempt in leased}
     assert harness.status().in_flight == 2
     reply = harness.heartbeat()
@@ -79,15 +79,15 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.finish(leased[0], low=version("0.0")) == "accepted"
     assert harness.finish(leased[1], "cancelled") == "accepted"
     assert harness.finish(leased[2], "cancelled") == "accepted"
-    ended = [event for event in harness.found(events.EpisodeEnded, begun) if event.group == group]
+    ended = [event for event in harness.events_of(events.EpisodeEnded, begun) if event.group == group]
     assert sorted(event.status for event in ended) == ["cancelled", "cancelled", "finished"]
-    dispatched = {grant.episode for event in harness.found(events.Dispatched) for grant in event.grants}
+    dispatched = {grant.episode for event in harness.events_of(events.Dispatched) for grant in event.grants}
     assert {event.episode for event in ended} <= dispatched
     harness.work()
     batch = harness.batch(wait_s=10)
     assert group not in batch.groups
     assert harness.status().groups.retired == {"stale": 1}
-    members = [event for event in harness.found(events.GroupAdmitted) if event.group == batch.groups[0]]
+    members = [event for event in harness.events_of(events.GroupAdmitted) if event.group == batch.groups[0]]
     assert len(members[0].members) == 8
 
 
@@ -118,7 +118,7 @@ def test_G02_wherever_the_announcement_falls_no_group_waits_for_members_that_can
         assert {group for group, reason in harness.retired(before).items() if reason == "stale"} == touched
         for attempt in leased:
             assert len(harness.ends(attempt.episode)) == 1
-        ended = {event.episode for event in harness.found(events.EpisodeEnded, before)}
+        ended = {event.episode for event in harness.events_of(events.EpisodeEnded, before)}
         assert ended == {attempt.episode for attempt in leased}
         assert all(len(group["members"]) == 8 for group in harness.core.groups("r"))
         assert len(in_flight) == len(harness.core.groups("r")) == 2
@@ -184,7 +184,7 @@ def test_G03_an_evaluation_that_stalls_reads_27_of_32(harness):  # noqa: N802
     cancelled = [line for line in report.episodes if line.status == "cancelled"]
     assert len(cancelled) == 5
     assert {line.failure.kind for line in cancelled if line.failure} == {"deadline"}
-    assert not harness.found(events.BatchFormed)
+    assert not harness.events_of(events.BatchFormed)
 
 
 TASKS = [{"environment": "game:A", "seed": seed} for seed in range(4)]
@@ -243,7 +243,7 @@ def test_G05_e_a_restart_after_the_first_ack_changes_nothing(harness):  # noqa: 
     assert harness.task_ids(tail) == ["2"]
     harness.ack(tail, "0.2")
     _assert_exhausted(harness)
-    assert len(harness.found(events.GroupAdmitted)) == 3
+    assert len(harness.events_of(events.GroupAdmitted)) == 3
 
 
 @pytest.mark.parametrize(("short_groups", "sizes"), [("top_up", [3, 3, 3]), ("serve", [2, 3, 3])])
@@ -254,13 +254,13 @@ def test_G05_f_a_broken_group_is_topped_up_or_served_with_its_real_size(harness,
     for attempt in attempts[1:]:
         harness.finish(attempt)
     harness.work(slots=4)
-    found = []
+    finished = []
     while isinstance(batch := harness.pull(), ServedBatch):
         for group in batch.groups:
-            ended = [r for r in harness.found(events.EpisodeEnded) if r.group == group and r.status == "finished"]
-            found.append(len(ended))
+            ended = [r for r in harness.events_of(events.EpisodeEnded) if r.group == group and r.status == "finished"]
+            finished.append(len(ended))
         harness.ack(batch)
-    assert found == sizes
+    assert finished == sizes
     _assert_exhausted(harness)
 
 

@@ -48,10 +48,10 @@ def history(seed: int) -> Harness:
                 low = version(attempt.pinned_version) if attempt.pinned_version else harness.core.version("r")
                 harness.finish(attempt, worker=worker, low=low)
         session += draw.random() < 0.4
-        found = pull_some(harness, f"s{session}", draw)
+        reply = pull_some(harness, f"s{session}", draw)
         now = harness.core.version("r")
-        if isinstance(found, ServedBatch) and draw.random() < 0.7:
-            harness.ack(found, f"{now.lineage}.{now.n + 1}")
+        if isinstance(reply, ServedBatch) and draw.random() < 0.7:
+            harness.ack(reply, f"{now.lineage}.{now.n + 1}")
         elif draw.random() < 0.2:
             harness.rewind(f"{now.lineage}.{now.n}")
         if draw.random() < 0.3:
@@ -115,12 +115,12 @@ def assert_goes_on(harness: Harness) -> None:
                 harness.finish(attempt, worker=f"fresh{round_}", low=low)
             except RequestError:
                 harness.hand_back([attempt], f"fresh{round_}")
-        found = harness.pull("fresh")
-        if isinstance(found, ServedBatch):
-            harness.ack(found)
+        reply = harness.pull("fresh")
+        if isinstance(reply, ServedBatch):
+            harness.ack(reply)
             return
         harness.advance(35.0)
-    raise AssertionError(f"nothing is served: {found.reasons}")
+    raise AssertionError(f"nothing is served: {reply.reasons}")
 
 
 def test_an_event_that_does_not_fit_changes_nothing_and_raises(harness):

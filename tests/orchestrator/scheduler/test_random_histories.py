@@ -220,50 +220,50 @@ class Histories(RuleBasedStateMachine):
         learner=st.sampled_from(["l0", "l0", "l1"]),
         request=st.sampled_from(["a", "b", "c", "d"]),
         shard=st.sampled_from([None, None, 0, 1]),
-        asked=st.sampled_from([{}, {}, {"environments": ["game:A"]}, {"tags": ["a"]}, {"environments": ["game:B"]}]),
+        filters=st.sampled_from([{}, {}, {"environments": ["game:A"]}, {"tags": ["a"]}, {"environments": ["game:B"]}]),
     )
-    def pull(self, session, learner, request, shard, asked):
-        fields = asked if shard is None else asked | {"shard": shard, "shards": 2}
+    def pull(self, session, learner, request, shard, filters):
+        fields = filters if shard is None else filters | {"shard": shard, "shards": 2}
         begun = len(self.harness.log)
-        found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, **fields)
-        if found is not None:
-            self.take(found)
+        reply = self.attempt(self.harness.pull, self.session(session), request, learner=learner, **fields)
+        if reply is not None:
+            self.take(reply)
         self.assert_formed_in_bound(begun)
 
     @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), shards=st.integers(1, 2))
     def resume(self, session, learner, shards):
         reply = self.attempt(self.harness.resume, self.session(session), learner=learner, shards=shards)
         for id in reply.batches if reply is not None else ():
-            found = self.attempt(self.harness.pull, self.session(session), learner=learner, shards=shards, batch=id)
-            if found is not None:
-                assert found.id == id
+            reply = self.attempt(self.harness.pull, self.session(session), learner=learner, shards=shards, batch=id)
+            if reply is not None:
+                assert reply.id == id
                 assert id not in reply.lost
-                self.served.append(found)
+                self.served.append(reply)
 
     @precondition(lambda self: self.submitted)
     @rule(session=SESSIONS, index=INDEX, count=st.integers(1, 2))
     def pull_awaited(self, session, index, count):
         begun = len(self.harness.log)
         ids = {f"g{(index + number) % self.submitted}" for number in range(count)}
-        found = self.attempt(self.harness.pull, self.session(session), groups=sorted(ids), learner="l0")
-        if isinstance(found, ServedBatch):
-            assert sorted(found.groups) == sorted(ids)
-        if found is not None:
-            self.take(found)
+        reply = self.attempt(self.harness.pull, self.session(session), groups=sorted(ids), learner="l0")
+        if isinstance(reply, ServedBatch):
+            assert sorted(reply.groups) == sorted(ids)
+        if reply is not None:
+            self.take(reply)
         self.assert_formed_in_bound(begun)
 
     def assert_formed_in_bound(self, begun: int) -> None:
         """Assert that no batch is formed of groups that wait to be retired."""
         run = self.harness.core.state.runs["r"]
-        for event in self.harness.found(events.BatchFormed, begun):
+        for event in self.harness.events_of(events.BatchFormed, begun):
             assert not any(run.bound_violation(run.groups[id]) for id in event.groups)
 
-    def take(self, found):
-        if isinstance(found, ServedBatch):
-            self.served.append(found)
+    def take(self, reply):
+        if isinstance(reply, ServedBatch):
+            self.served.append(reply)
         else:
-            assert found.reasons
-            assert all(reason.message for reason in found.reasons)
+            assert reply.reasons
+            assert all(reason.message for reason in reply.reasons)
 
     @precondition(lambda self: self.served)
     @rule(
@@ -341,11 +341,11 @@ class Histories(RuleBasedStateMachine):
 
 def assert_one_record_each(harness: Harness) -> None:
     """Every terminal record is of a dispatched episode, and the only one; every use of a group is within its bound."""
-    dispatched = {grant.episode for event in harness.found(events.Dispatched) for grant in event.grants}
-    ended = Counter(event.episode for event in harness.found(events.EpisodeEnded))
+    dispatched = {grant.episode for event in harness.events_of(events.Dispatched) for grant in event.grants}
+    ended = Counter(event.episode for event in harness.events_of(events.EpisodeEnded))
     assert set(ended) <= dispatched
     assert set(ended.values()) <= {1}
-    acked = Counter(event.batch for event in harness.found(events.BatchAcked))
+    acked = Counter(event.batch for event in harness.events_of(events.BatchAcked))
     assert set(acked.values()) <= {1}
     uses = Counter(group for batch in acked for group in harness.groups_of(batch))
     assert max(uses.values(), default=0) <= harness.core.spec("r").max_uses
@@ -355,16 +355,16 @@ def assert_serves_again(harness: Harness) -> None:
     """Whatever happened, a fresh worker and a fresh learner session get a batch."""
     reward = 0
     for _ in range(60):
-        found = harness.pull("fresh", learner="l0")
-        if isinstance(found, ServedBatch):
-            harness.ack(found)
+        reply = harness.pull("fresh", learner="l0")
+        if isinstance(reply, ServedBatch):
+            harness.ack(reply)
             return
         harness.advance(110.0)
         for attempt in harness.lease(64, "fresh"):
             reward += 1
             low = Version.parse(attempt.pinned_version) if attempt.pinned_version else harness.core.version("r")
             harness.finish(attempt, worker="fresh", low=low, rewards={"agent": float(reward)})
-    raise AssertionError(f"nothing is served: {found.reasons}")
+    raise AssertionError(f"nothing is served: {reply.reasons}")
 
 
 @pytest.mark.timeout(900)  # 2,000 histories take a minute on one quiet core

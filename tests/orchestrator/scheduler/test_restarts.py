@@ -40,12 +40,12 @@ class Crashing:
                 harness.lease(3)
                 harness.holding.clear()
             case "step":
-                admitted = len(harness.found(events.GroupAdmitted))
-                found = harness.pull()
-                if isinstance(found, ServedBatch):
-                    harness.ack(found, f"{now.lineage}.{now.n + 1}")
+                admitted = len(harness.events_of(events.GroupAdmitted))
+                reply = harness.pull()
+                if isinstance(reply, ServedBatch):
+                    harness.ack(reply, f"{now.lineage}.{now.n + 1}")
                 else:
-                    self.beyond += len(harness.found(events.GroupAdmitted)) - admitted
+                    self.beyond += len(harness.events_of(events.GroupAdmitted)) - admitted
             case "announce":
                 harness.announce(f"{now.lineage}.{now.n + 1}")
             case "rewind":
@@ -72,7 +72,7 @@ class Crashing:
         granted = harness.lease(10_000, f"hungry since {begun}", slots=10_000)
         harness.holding.clear()
         assert len(granted) <= before.queued
-        assert harness.found(events.GroupAdmitted, begun) == []
+        assert harness.events_of(events.GroupAdmitted, begun) == []
         assert harness.status().in_flight == before.in_flight
 
 
@@ -92,7 +92,7 @@ def test_credit_in_flight_never_exceeds_the_ledger_however_often_the_scheduler_s
     for step in steps:
         crashing.step(step)
         retired = len(harness.retired())
-        admitted = len(harness.found(events.GroupAdmitted))
+        admitted = len(harness.events_of(events.GroupAdmitted))
         assert admitted - retired == harness.status().in_flight
         assert admitted - retired <= (max_staleness + 1) * batch_groups + crashing.beyond
 
@@ -108,16 +108,16 @@ def test_a_learner_goes_back_to_a_checkpoint_after_a_crash(how):
     checkpoint = play(harness, 3)
     harness.announce("0.2")
     above = play(harness, 1)
-    held = harness.batch()
+    leased = harness.batch()
     harness.announce("0.3")
     above += play(harness, 2)
-    begun, admitted = len(harness.log), len(harness.found(events.GroupAdmitted))
+    begun, admitted = len(harness.log), len(harness.events_of(events.GroupAdmitted))
     harness.restart(harness.restored(harness.core.snapshot()) if how == "snapshot" else None)
     harness.rewind("0.1")
     assert harness.retired(begun) == dict.fromkeys(above, "rewound")
-    assert len(harness.found(events.GroupAdmitted)) == admitted + len(above)  # their credit, and no more
+    assert len(harness.events_of(events.GroupAdmitted)) == admitted + len(above)  # their credit, and no more
     again = harness.batch("a new session")
-    assert (again.id, again.groups) == (held.id, checkpoint[:2])
+    assert (again.id, again.groups) == (leased.id, checkpoint[:2])
     harness.ack(again, "1.2")
     harness.work()
     served = harness.batch("a new session").groups

@@ -226,9 +226,11 @@ def test_64_groups_submitted_at_once_are_all_served():
     simulation = Simulation({"group_size": 2, "batch_size": 16}, fine)
     for turn in range(200):
         ids = [f"g{turn}-{number}" for number in range(64)]
-        wanted = [messages.GroupRequest(task={"environment": "e", "seed": seed}, id=id) for seed, id in enumerate(ids)]
+        requests = [
+            messages.GroupRequest(task={"environment": "e", "seed": seed}, id=id) for seed, id in enumerate(ids)
+        ]
         simulation.capacity = 64
-        assert simulation.core.submit_groups("r", wanted, 0.0) == ids
+        assert simulation.core.submit_groups("r", requests, 0.0) == ids
         for half in (ids[:32], ids[32:]):
             served = simulation.served
             while simulation.served == served:

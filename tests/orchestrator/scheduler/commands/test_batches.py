@@ -56,9 +56,9 @@ def test_an_ack_announces_the_version_that_the_step_made_in_the_same_event(harne
     harness.run(batch_size=2)
     harness.work()
     harness.ack(harness.batch(), "0.1")
-    (acked,) = harness.found(events.BatchAcked)
+    (acked,) = harness.events_of(events.BatchAcked)
     assert acked.version == version("0.1")
-    assert harness.found(events.VersionAnnounced) == []
+    assert harness.events_of(events.VersionAnnounced) == []
     assert harness.status().version == "0.1"
 
 
@@ -96,10 +96,10 @@ def test_a_batch_leased_when_its_run_was_closed_may_still_be_acked(harness, laps
     harness.nack(waiting)
     harness.core.close_run("r", harness.now)
     harness.settle()
-    assert [event.batch for event in harness.found(events.BatchDissolved)] == [waiting.id]
+    assert [event.batch for event in harness.events_of(events.BatchDissolved)] == [waiting.id]
     if lapsed:
         harness.advance(100.0)
-        assert harness.found(events.BatchDissolved)[-1].batch == held.id
+        assert harness.events_of(events.BatchDissolved)[-1].batch == held.id
         with pytest.raises(BatchSuperseded):
             harness.ack(held, "0.1")
     else:

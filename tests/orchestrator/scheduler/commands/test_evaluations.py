@@ -52,7 +52,7 @@ def test_evaluation_episodes_are_outside_the_ledger_and_in_no_batch(harness):
     assert (report.wanted, report.done, report.finished, report.hold_s) == (6, 6, True, 0.0)
     assert {line.reward for line in report.episodes} == {0.5}
     assert harness.status().episodes == {}
-    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["done"]
+    assert [event.reason for event in harness.events_of(events.EvaluationEnded)] == ["done"]
 
 
 def test_a_trajectory_of_an_evaluation_with_another_version_is_refused(harness):
@@ -75,7 +75,7 @@ def test_episodes_that_are_not_over_at_the_deadline_are_cancelled(harness):
     report = harness.core.evaluation("r", evaluation, harness.now)
     assert (report.wanted, report.done, report.finished) == (12, 0, True)
     assert len(report.episodes) == len(running), "what was never dispatched leaves no line"
-    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["deadline"]
+    assert [event.reason for event in harness.events_of(events.EvaluationEnded)] == ["deadline"]
 
 
 def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_ends_as_cancelled(harness):
@@ -83,7 +83,7 @@ def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_end
     harness.evaluate(1)
     (attempt,) = [a for a in harness.lease(8) if a.evaluation]
     harness.finish(attempt, "cancelled")
-    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["cancelled"]
+    assert [event.reason for event in harness.events_of(events.EvaluationEnded)] == ["cancelled"]
 
 
 def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch, harness):

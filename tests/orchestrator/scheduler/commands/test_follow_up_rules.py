@@ -40,9 +40,9 @@ def late(harness: Harness, **spec: object) -> list:
 def test_a_partial_group_is_served_with_its_true_size_after_its_deadline(harness):
     attempts = late(harness)
     harness.advance(19.0)
-    assert harness.found(events.GroupCut) == []
+    assert harness.events_of(events.GroupCut) == []
     harness.advance(1.0)
-    assert [event.group for event in harness.found(events.GroupCut)] == [attempts[0].group]
+    assert [event.group for event in harness.events_of(events.GroupCut)] == [attempts[0].group]
     assert harness.ends(attempts[3].episode) == ["cancelled"], "queued again, at no worker"
     cancels = harness.heartbeat().cancels
     assert {(cancel.episode, cancel.reason) for cancel in cancels} == {
@@ -67,7 +67,7 @@ def test_a_cut_group_waits_one_term_for_a_worker_that_does_not_stop(harness):
         harness.advance(1.0)
         harness.heartbeat()
     assert harness.batch().groups == [attempts[0].group]
-    failures = {event.episode: event.failure for event in harness.found(events.EpisodeEnded) if event.failure}
+    failures = {event.episode: event.failure for event in harness.events_of(events.EpisodeEnded) if event.failure}
     assert {failure.kind for failure in failures.values()} == {"partial"}
 
 
@@ -77,7 +77,7 @@ def test_members_that_were_never_dispatched_leave_no_trajectory(harness):
     harness.finish(attempt)
     harness.advance(20.0)
     assert harness.batch().groups == [attempt.group]
-    assert len(harness.found(events.EpisodeEnded)) == 1
+    assert len(harness.events_of(events.EpisodeEnded)) == 1
     assert harness.status().in_flight == 1
 
 
@@ -87,7 +87,7 @@ def test_a_group_of_which_no_member_has_ended_is_not_cut(harness):
     for _ in range(100):
         harness.advance(1.0)
         harness.heartbeat()
-    assert harness.found(events.GroupCut) == []
+    assert harness.events_of(events.GroupCut) == []
 
 
 def test_nothing_is_added_to_a_group_that_was_cut(harness):
@@ -95,7 +95,7 @@ def test_nothing_is_added_to_a_group_that_was_cut(harness):
     harness.advance(20.0)
     harness.finish(attempts[1], "failed", failure=BROKEN)
     harness.finish(attempts[2], "cancelled")
-    assert harness.found(events.MemberAdded) == []
+    assert harness.events_of(events.MemberAdded) == []
     assert harness.batch().groups == [attempts[0].group]
 
 
@@ -115,9 +115,9 @@ def test_after_a_restart_and_after_a_stall_a_group_waits_anew(harness):
     harness.restart()
     harness.advance(19.0)
     harness.stall(300.0)
-    assert harness.found(events.GroupCut) == []
+    assert harness.events_of(events.GroupCut) == []
     harness.advance(1.5)
-    assert len(harness.found(events.GroupCut)) == 1
+    assert len(harness.events_of(events.GroupCut)) == 1
 
 
 def test_a_group_whose_cut_the_log_shows_only_by_its_cancelled_members_was_cut(harness):

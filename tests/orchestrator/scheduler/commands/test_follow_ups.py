@@ -23,7 +23,7 @@ def test_the_last_dropped_attempt_ends_the_episode_with_one_failure(harness):
     assert (second.episode, second.attempt) == (first.episode, 2)
     drop(harness)
     assert harness.ends(first.episode) == ["failed"]
-    event = harness.found(events.EpisodeEnded)[0]
+    event = harness.events_of(events.EpisodeEnded)[0]
     assert (event.by_worker, event.failure.kind, event.attempt) == (False, "dropped", 2)
     assert harness.finish(second) == "superseded"
 
@@ -39,10 +39,10 @@ def test_one_dead_worker_neither_quarantines_a_task_nor_fails_a_group(harness):
         harness.heartbeat(f"spot{number}", holding=[])
         assert late
         harness.advance(45.0)
-    ended = harness.found(events.AttemptEnded)
+    ended = harness.events_of(events.AttemptEnded)
     assert {(event.reason, event.counts) for event in ended} == {("worker lost", False)}
     assert len(ended) == 16
-    assert harness.found(events.TaskQuarantined) == []
+    assert harness.events_of(events.TaskQuarantined) == []
     assert harness.work("steady") == 4
     assert len(harness.batch().groups) == 1
 
@@ -62,12 +62,12 @@ def test_a_task_that_crashes_its_worker_each_time_ends(harness):
         assert harness.lease(2, f"w{number}")
         harness.advance(30.0)
         if number == 11:
-            assert harness.found(events.TaskQuarantined) == [], "one worker that took two counts once"
-    failures = [event.failure for event in harness.found(events.EpisodeEnded)]
+            assert harness.events_of(events.TaskQuarantined) == [], "one worker that took two counts once"
+    failures = [event.failure for event in harness.events_of(events.EpisodeEnded)]
     assert {failure.layer for failure in failures} == {"infrastructure"}
     assert [failure.kind for failure in failures] == ["lease-expired"] * 3 + ["quarantined"]
     assert number == 22
-    assert len(harness.found(events.TaskQuarantined)[0].history) == 2
+    assert len(harness.events_of(events.TaskQuarantined)[0].history) == 2
 
 
 def test_a_member_that_failed_for_good_is_topped_up_on_the_same_task(harness):
@@ -93,7 +93,7 @@ def test_at_most_group_size_members_are_added(harness):
             harness.finish(attempt, "failed")
         attempts = harness.lease(2)
     assert harness.retired() == {group: "failed"}
-    assert len(harness.found(events.MemberAdded)) == 2
+    assert len(harness.events_of(events.MemberAdded)) == 2
     assert harness.status().in_flight == 2
 
 
@@ -111,21 +111,21 @@ def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_history(ha
     (second,) = harness.lease(1)
     harness.finish(first, "failed", failure=BROKEN)
     harness.hand_back([second])
-    assert harness.found(events.TaskQuarantined) == []
+    assert harness.events_of(events.TaskQuarantined) == []
     (second,) = harness.lease(1)
     drop(harness)
-    (quarantined,) = harness.found(events.TaskQuarantined)
+    (quarantined,) = harness.events_of(events.TaskQuarantined)
     assert quarantined.task == first.task
     assert "environment/crashed: It raised." in quarantined.history[0]
     assert "dropped at worker w" in quarantined.history[1]
     assert harness.ends(second.episode) == ["failed"], "it was dispatched before"
-    assert len(harness.found(events.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
+    assert len(harness.events_of(events.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
     assert harness.retired() == {first.group: "failed"}
     assert harness.status().quarantined == 1
     harness.holding["w"] = {}
     harness.work()
-    assert {r.task.seed for r in harness.found(events.GroupAdmitted)} == {1, 2}
-    assert [r.task.seed for r in harness.found(events.GroupAdmitted)].count(1) == 1
+    assert {r.task.seed for r in harness.events_of(events.GroupAdmitted)} == {1, 2}
+    assert [r.task.seed for r in harness.events_of(events.GroupAdmitted)].count(1) == 1
 
 
 def test_wrong_responses_of_the_policy_quarantine_the_task(harness):
@@ -133,7 +133,7 @@ def test_wrong_responses_of_the_policy_quarantine_the_task(harness):
     broken = Failure(layer="policy", kind="logprob-nan", message="Turn 1: position 4 is NaN.", retryable=False)
     for attempt in harness.lease(2):
         harness.finish(attempt, "failed", failure=broken)
-    (quarantined,) = harness.found(events.TaskQuarantined)
+    (quarantined,) = harness.events_of(events.TaskQuarantined)
     assert "policy/logprob-nan: Turn 1: position 4 is NaN." in quarantined.history[0]
 
 
@@ -141,4 +141,4 @@ def test_policy_failures_spend_attempts_but_quarantine_no_task(harness):
     harness.run(group_size=2, batch_size=2, retries={"quarantine_after": 1, "max_attempts": 2})
     for attempt in harness.lease(2):
         harness.finish(attempt, "failed", failure=NO_POLICY)
-    assert harness.found(events.TaskQuarantined) == []
+    assert harness.events_of(events.TaskQuarantined) == []

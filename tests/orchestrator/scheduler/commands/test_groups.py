@@ -80,7 +80,7 @@ def test_the_bytes_held_reserved_and_requested_must_fit_the_byte_bound_together(
     harness.run(source="learner", max_bytes=30_000)
     with pytest.raises(Conflict, match=r"hold 0 bytes and 0 more are reserved; these 8 episodes .* at 32768"):
         harness.submit(*[f"g{number}" for number in range(8)])
-    assert harness.found(events.GroupAdmitted) == []
+    assert harness.events_of(events.GroupAdmitted) == []
     harness.submit(*[f"g{number}" for number in range(7)])
 
 

@@ -67,7 +67,7 @@ def test_a_grant_whose_reply_was_lost_is_granted_again(harness):
     assert harness.lease(3) == granted[1:]
     harness.holding["w"] = {}
     assert harness.lease(2) == granted[:2], "no more than there are free slots"
-    assert len(harness.found(events.Dispatched)) == 1
+    assert len(harness.events_of(events.Dispatched)) == 1
 
 
 def test_a_lost_grant_of_a_cancelled_attempt_is_ended_by_the_scheduler(harness):
@@ -90,7 +90,7 @@ def test_a_draining_worker_gets_nothing_new(harness):
     assert harness.heartbeat().drain
     harness.holding["w"] = {}
     harness.lease_reply(4)
-    assert harness.found(events.AttemptEnded)[0].counts is False, "what never reached it is queued again"
+    assert harness.events_of(events.AttemptEnded)[0].counts is False, "what never reached it is queued again"
 
 
 # Leases -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_heartbeat_renews_the_attempts_that_it_lists(harness):
     for _ in range(5):
         harness.advance(20.0)
         harness.heartbeat()
-    ended = harness.found(events.AttemptEnded)
+    ended = harness.events_of(events.AttemptEnded)
     assert [(event.episode, event.reason, event.counts) for event in ended] == [(lost.episode, "dropped", True)]
     assert harness.finish(kept) == "accepted"
 
@@ -134,7 +134,7 @@ def test_hand_back_draws_no_budget_and_attempt_numbers_continue(harness):
         assert attempt.attempt == number
         harness.hand_back([attempt])
         harness.hand_back([attempt])
-    assert len(harness.found(events.AttemptEnded)) == 5
+    assert len(harness.events_of(events.AttemptEnded)) == 5
     assert harness.finish(harness.lease(1)[0]) == "accepted"
 
 

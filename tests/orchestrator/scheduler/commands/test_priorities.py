@@ -26,7 +26,7 @@ def test_groups_that_are_over_are_named_in_the_reply_and_the_others_are_set_anyw
     left = {"g0", "g1", "g2"} - set(batch.groups)
     reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "unknown"], 2.0))
     assert (reply.set, set(reply.over)) == (2, {"unknown", *batch.groups})
-    assert [set(event.priorities) for event in harness.found(events.PrioritiesSet)] == [left]
+    assert [set(event.priorities) for event in harness.events_of(events.PrioritiesSet)] == [left]
 
 
 @pytest.mark.parametrize("priority", [0.0, -1.0, 1e-7, 1e7, float("inf"), float("nan")])
@@ -34,7 +34,7 @@ def test_a_priority_that_cannot_be_a_weight_is_refused(priority):
     harness = eligible_harness("prioritized", groups=2)
     with pytest.raises(InvalidRequest, match="priorities must be between 1e-06 and 1e\\+06"):
         harness.prioritize({"g0": 2.0, "g1": priority})
-    assert harness.found(events.PrioritiesSet) == []
+    assert harness.events_of(events.PrioritiesSet) == []
 
 
 def test_priorities_are_refused_where_no_draw_would_use_them():

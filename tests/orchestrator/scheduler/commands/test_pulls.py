@@ -118,9 +118,9 @@ def test_a_batch_whose_lease_ran_out_is_dissolved_when_it_is_out_of_bound(harnes
     harness.work()
     first = harness.batch()
     harness.announce("0.1")
-    assert harness.found(events.BatchDissolved) == [], "its lease lives"
+    assert harness.events_of(events.BatchDissolved) == [], "its lease lives"
     harness.advance(100.0)
-    assert [r.reason for r in harness.found(events.BatchDissolved)] == ["stale"]
+    assert [r.reason for r in harness.events_of(events.BatchDissolved)] == ["stale"]
     assert harness.retired() == dict.fromkeys(first.groups, "stale")
     with pytest.raises(BatchSuperseded, match="dissolved"):
         harness.ack(first)

@@ -24,7 +24,7 @@ def test_a_learners_report_of_its_activity_renews_its_batch_leases(harness):
     harness.advance(3.0)
     status = harness.status()
     assert (status.learner_doing, status.learner_doing_s, status.batches_open) == ("training", 3.0, 1)
-    assert harness.found(events.BatchReleased) == []
+    assert harness.events_of(events.BatchReleased) == []
     harness.ack(first)
 
 

@@ -18,7 +18,7 @@ def test_the_same_request_of_the_ranks_that_share_a_session_is_answered_with_sha
     assert len({(batch.id, batch.generation) for batch in first}) == 1
     assert len({(batch.id, batch.generation) for batch in second}) == 1
     assert first[0].id != second[0].id
-    assert len(harness.found(events.BatchLeased)) == 2, "one lease a batch"
+    assert len(harness.events_of(events.BatchLeased)) == 2, "one lease a batch"
     harness.ack(first[3])
     harness.ack(second[0])
     assert harness.status().batches_acked == 2
@@ -78,7 +78,7 @@ def test_a_late_rank_renews_the_lease_of_its_session(harness):
     harness.work()
     first = harness.batch(request="1", shard=0, shards=2)
     harness.advance(100.0)
-    assert harness.found(events.BatchReleased)
+    assert harness.events_of(events.BatchReleased)
     late = harness.batch(request="1", shard=1, shards=2)
     assert (late.id, late.generation) == (first.id, first.generation)
     harness.restart()

@@ -69,7 +69,7 @@ def test_an_outage_of_three_lease_terms_reruns_nothing(harness):
     harness.advance(29.0)
     for attempt in attempts:
         assert harness.finish(attempt) == "accepted"
-    assert harness.found(events.AttemptEnded) == []
+    assert harness.events_of(events.AttemptEnded) == []
 
 
 def test_any_result_of_a_cancelled_attempt_is_its_one_result(harness):

@@ -18,7 +18,7 @@ def test_a_version_follows_the_one_before_in_its_lineage(harness):
     harness.run()
     assert harness.announce("0.3") == "0.3"
     assert harness.announce("0.3") == "0.3"
-    assert len(harness.found(events.VersionAnnounced)) == 1
+    assert len(harness.events_of(events.VersionAnnounced)) == 1
     for text, error in (("0.2", VersionConflict), ("1.4", VersionUnknown), ("new", InvalidRequest)):
         with pytest.raises(error):
             harness.announce(text)
@@ -32,7 +32,7 @@ def test_groups_that_an_announcement_leaves_too_far_behind_are_retired_as_a_unit
     harness.announce("0.1")
     group = attempts[0].group
     assert harness.retired() == {group: "stale"}
-    assert [event.episode for event in harness.found(events.AttemptCancelled)] == [leased[0].episode]
+    assert [event.episode for event in harness.events_of(events.AttemptCancelled)] == [leased[0].episode]
     harness.finish(leased[0], "cancelled")
     assert harness.ends(attempts[0].episode) == ["finished"], "it stays stored"
     harness.work()
@@ -47,7 +47,7 @@ def test_a_queued_member_that_was_dispatched_before_ends_cancelled(harness):
     assert harness.ends(second.episode) == ["cancelled"]
     assert harness.finish(second, low=version("0.0")) == "superseded"
     harness.finish(first, "cancelled")
-    assert len(harness.found(events.EpisodeEnded)) == 2
+    assert len(harness.events_of(events.EpisodeEnded)) == 2
 
 
 def test_a_result_that_is_too_old_when_it_comes_retires_its_group(harness):
@@ -89,7 +89,7 @@ def test_a_rewind_dissolves_batches_with_such_a_group_and_acked_groups_stay_cons
     harness.ack(harness.batch())
     above = harness.batch()
     harness.rewind("0.0")
-    assert [event.batch for event in harness.found(events.BatchDissolved)] == [above.id]
+    assert [event.batch for event in harness.events_of(events.BatchDissolved)] == [above.id]
     with pytest.raises(BatchSuperseded):
         harness.ack(above)
     harness.ack(below)

@@ -132,7 +132,7 @@ def test_groups_are_used_as_often_as_the_run_says_with_every_order(order):
 
 @pytest.mark.parametrize("order", ["fifo", "lifo", "uniform", "prioritized"])
 @pytest.mark.parametrize(
-    ("asked", "fitting"),
+    ("filters", "fitting"),
     [
         ({"environments": ["game:B"]}, {("game:B", "hard")}),
         ({"environments": ["game:A", "game:C"], "tags": ["hard"]}, {("game:A", "hard", "new")}),
@@ -140,12 +140,12 @@ def test_groups_are_used_as_often_as_the_run_says_with_every_order(order):
         ({"tags": ["new", "hard"]}, {("game:A", "hard", "new")}),
     ],
 )
-def test_a_pull_may_ask_for_some_kinds_of_groups(order, asked, fitting):
+def test_a_pull_may_ask_for_some_kinds_of_groups(order, filters, fitting):
     harness = mixed_harness(selection={"order": order})
-    found = set()
-    while isinstance(batch := harness.pull(**asked), ServedBatch):
-        found |= kinds_of_batch(harness, batch)
-    assert found == fitting
+    kinds = set()
+    while isinstance(batch := harness.pull(**filters), ServedBatch):
+        kinds |= kinds_of_batch(harness, batch)
+    assert kinds == fitting
     assert harness.status().selected["filtered"] == harness.status().selected[order]
 
 
@@ -153,8 +153,8 @@ def test_pulls_that_ask_for_different_kinds_or_for_any_go_on_side_by_side():
     harness = mixed_harness()
     taken: Counter[str] = Counter()
     for _ in range(8):
-        for asked in ({"environments": ["game:B"]}, {"tags": ["easy"]}, {}):
-            batch = harness.pull(session="s", **asked)
+        for filters in ({"environments": ["game:B"]}, {"tags": ["easy"]}, {}):
+            batch = harness.pull(session="s", **filters)
             if isinstance(batch, ServedBatch):
                 taken.update(batch.groups)
                 harness.ack(batch)

@@ -14,8 +14,8 @@ from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
     st.lists(
         st.one_of(
             st.uuids().map(str),
-            st.uuids().map(lambda found: str(found).upper()),
-            st.uuids().map(lambda found: found.hex + "----"),
+            st.uuids().map(lambda id: str(id).upper()),
+            st.uuids().map(lambda id: id.hex + "----"),
             st.text(max_size=40),
         ),
         max_size=6,

@@ -34,7 +34,7 @@ def test_memory_grows_little_with_the_stored_data():
         while harness.status(name).groups.eligible < 16 * rounds:
             for attempt in harness.lease(64):
                 harness.finish(attempt)
-        return sum(isinstance(found, Episode) and found.group.run == name for found in gc.get_objects())
+        return sum(isinstance(item, Episode) and item.group.run == name for item in gc.get_objects())
 
     assert episodes(12) <= episodes(2) + 64
 

@@ -14,7 +14,7 @@ def test_a_drain_is_over_when_its_worker_is_gone(harness):
     harness.advance(61.0)
     reply = harness.lease_reply(1)
     assert (reply.drain, len(reply.attempts)) == (False, 1)
-    assert [event.over for event in harness.found(events.WorkerDraining)] == [False, True]
+    assert [event.over for event in harness.events_of(events.WorkerDraining)] == [False, True]
 
 
 def test_a_drain_of_a_worker_that_never_came_back_is_forgotten(harness):
@@ -33,12 +33,12 @@ def test_a_lease_only_gets_longer_so_the_watched_moment_of_a_worker_is_never_too
     harness.advance(9.0)
     harness.heartbeat()
     harness.advance(1.0)
-    assert harness.found(events.AttemptEnded) == []
+    assert harness.events_of(events.AttemptEnded) == []
     harness.advance(8.0)
-    assert harness.found(events.AttemptEnded) == []
+    assert harness.events_of(events.AttemptEnded) == []
     assert harness.core.next_deadline() == harness.now + 1
     harness.advance(1.0)
-    assert len(harness.found(events.AttemptEnded)) == 1
+    assert len(harness.events_of(events.AttemptEnded)) == 1
 
 
 def test_silent_workers_that_hold_nothing_are_forgotten(harness):

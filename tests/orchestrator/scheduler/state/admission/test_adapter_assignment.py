@@ -18,7 +18,7 @@ def policy(routing, **more):
 
 
 def played(harness):
-    return [event.adapters["opponent"] for event in harness.found(events.GroupAdmitted)]
+    return [event.adapters["opponent"] for event in harness.events_of(events.GroupAdmitted)]
 
 
 @pytest.mark.parametrize(("routing", "expected"), [("round_robin", list("abcab")), ("fixed", list("aaaaa"))])
@@ -58,11 +58,11 @@ def test_rotation_continues_after_a_restart_and_counts_submitted_and_evaluated_g
 
 def test_a_group_names_the_adapter_that_is_trained(harness):
     harness.run(batch_size=1, policy={"endpoints": [SERVER], "adapter": "math"})
-    assert harness.found(events.GroupAdmitted)[0].policy.adapter == "math"
+    assert harness.events_of(events.GroupAdmitted)[0].policy.adapter == "math"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"adapters": [*POOL, POOL[0]]}, "have the same name"),
         ({"adapters": POOL, "adapter": "a"}, "have the same name"),
@@ -71,6 +71,6 @@ def test_a_group_names_the_adapter_that_is_trained(harness):
         ({"adapters": POOL, "agents": {"x": {"adapters": ["a"]}}}, "train = false"),
     ],
 )
-def test_impossible_adapters_are_refused_when_the_run_is_created(wrong, said):
-    with pytest.raises(InvalidRunSpec, match=said):
+def test_impossible_adapters_are_refused_when_the_run_is_created(wrong, message):
+    with pytest.raises(InvalidRunSpec, match=message):
         parse_run_spec({"name": "r", "policy": {"endpoints": [SERVER], **wrong}})

@@ -14,9 +14,9 @@ EPISODE = 4096
 
 @pytest.fixture
 def harness():
-    found = Harness(bounds=SharedBounds(max_held_bytes=10 * EPISODE, max_disk_bytes=1_000_000))
-    yield found
-    assert found.replayed().durable() == found.core.durable()
+    harness = Harness(bounds=SharedBounds(max_held_bytes=10 * EPISODE, max_disk_bytes=1_000_000))
+    yield harness
+    assert harness.replayed().durable() == harness.core.durable()
 
 
 def test_bytes_held_and_reserved_by_all_runs_together_stay_below_the_bound_of_the_service(harness):

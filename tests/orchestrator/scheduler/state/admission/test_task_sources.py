@@ -16,7 +16,7 @@ def test_the_draws_of_a_run_depend_on_its_seed_and_the_position_alone():
         while harness.status().batches_acked < 4:
             harness.work(slots=slots)
             harness.ack(harness.batch())
-        return harness.found(events.GroupAdmitted)[:100]
+        return harness.events_of(events.GroupAdmitted)[:100]
 
     one, two, other = admitted(3, 1), admitted(64, 1), admitted(64, 2)
     assert [event.task for event in one] == [event.task for event in two]
@@ -30,7 +30,7 @@ def test_the_draws_of_a_run_depend_on_its_seed_and_the_position_alone():
 def test_a_list_is_used_in_order_once_for_each_of_its_epochs(harness):
     tasks = [{"environment": "game:A", "seed": seed, "id": name} for seed, name in ((5, "x"), (3, ""), (9, "z"))]
     harness.run(tasks=tasks, epochs=3, batch_size=64)
-    admitted = harness.found(events.GroupAdmitted)
+    admitted = harness.events_of(events.GroupAdmitted)
     assert [(event.task.id, event.task.seed) for event in admitted] == [("x", 5), ("1", 3), ("z", 9)] * 3
     assert [event.position for event in admitted] == list(range(9))
 

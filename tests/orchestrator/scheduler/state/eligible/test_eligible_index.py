@@ -113,6 +113,6 @@ def test_a_group_is_drawn_once_and_is_in_the_index_again_after_the_draw(groups, 
     index = index_of(groups, now(0))
     before = index.contents()
     with closing(index.drawn(EVERYTHING, lambda bound: number % bound)) as drawn:
-        found = [group.dispatch_order for group, _ in zip(drawn, range(count), strict=False)]
-    assert len(set(found)) == len(found) == min(count, len(groups))
+        places = [group.dispatch_order for group, _ in zip(drawn, range(count), strict=False)]
+    assert len(set(places)) == len(places) == min(count, len(groups))
     assert index.contents() == before

@@ -22,13 +22,13 @@ def test_the_first_the_last_and_the_place_at_a_given_weight_are_found(weights, d
     assert list(tree.places()) == ordered
     assert list(tree.places(backwards=True)) == ordered[::-1]
     if weights:
-        wanted = data.draw(st.integers(0, sum(weights.values()) - 1))
+        target = data.draw(st.integers(0, sum(weights.values()) - 1))
         below = 0
         for place in ordered:
             below += weights[place]
-            if wanted < below:
+            if target < below:
                 break
-        assert tree.place_at(wanted) == place
+        assert tree.place_at(target) == place
 
 
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=30), st.dictionaries(PLACES, WEIGHTS, max_size=30))
