@@ -2,7 +2,7 @@
 
 * One orchestrator writes a data directory; a second one is refused, with the process id of the owner.
 * The epoch grows at every start and is on disk before anything is answered; a lost epoch is not guessed.
-* A backup is not accepted as a data directory: it has to be restored first.
+* No service starts on a backup: it must be restored first.
 * The lock is released when the owner, and every process that writes for it, has ended, however they end; a start right
   after the end of the owner waits for them.
 * An owner that was paused while its lock was lost and another process took the directory notices it by the epoch.

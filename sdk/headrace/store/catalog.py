@@ -1,7 +1,7 @@
 """The catalog of a log, built in one pass for ``headrace.open``: places of records, states of batches and runs.
 
 * The first record of a trajectory counts, and the last event of a batch.
-* Events are read by the name of their type, because this package does not import the scheduler.
+* The events that the catalog reads have the names of the scheduler's classes, which this package does not import.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Stored trajectories as Arrow tables and as lines of JSON, for other tools.
 
-* One row or one line is one trajectory with all its segments.
-* Tokens, logprobs and rewards equal those of the record, bit for bit.
-* A line has every field of the record; a table has columns for most fields, and JSON text for the others.
-* The reward of a failed trajectory is null, not 0.
+* A table has tokens, logprobs and rewards of the record, bit for bit.
+* A line of JSON has every field of the record; in a table every field has its column, some as JSON text.
+* A failed trajectory has no reward: it is null, not 0.
 
-Tables need ``headrace[export]``.
+One row or one line is one trajectory with all its segments. Tables need ``headrace[export]``.
 """
 
 from __future__ import annotations

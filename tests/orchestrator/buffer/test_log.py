@@ -230,7 +230,7 @@ def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path):
 
 
 class Disk:
-    """A disk that fails writes or syncs while ``refuses`` names an errno."""
+    """A disk that fails writes or syncs while ``refuses`` is an errno."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         self.refuses = 0

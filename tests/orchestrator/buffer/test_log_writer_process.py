@@ -219,7 +219,7 @@ async def test_it_prints_nothing_if_it_is_closed_during_a_batch(
     assert await found_in(log_dir) == [b"on its way"]
 
 
-# It ends by itself ------------------------------------------------------------------------------------------------
+# It ends unexpectedly ------------------------------------------------------------------------------------------------
 
 
 async def test_if_it_ends_while_it_has_no_batch_the_log_gets_the_reason_and_stops(log_dir: Path):
@@ -338,7 +338,7 @@ async def test_signals_that_end_an_orchestrator_never_end_it(log_dir: Path, capf
     assert capfd.readouterr().err == ""
 
 
-# What it has, and what it leaves ----------------------------------------------------------------------------------
+# Descriptors ----------------------------------------------------------------------------------------------
 
 
 async def test_neither_process_leaks_descriptors(log_dir: Path):
@@ -364,7 +364,7 @@ async def test_a_closed_writer_leaves_no_descriptor(log_dir: Path):
     assert descriptors(os.getpid()) == before
 
 
-# It cannot be started ---------------------------------------------------------------------------------------------
+# Failed starts ---------------------------------------------------------------------------------------------
 
 
 def test_a_failed_start_raises_and_leaves_no_descriptor(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
@@ -383,7 +383,7 @@ async def test_a_data_directory_may_have_any_name(tmp_path: Path, name: str):
     assert await found_in(tmp_path / name / "log") == [b"one"]
 
 
-# What they need ---------------------------------------------------------------------------------------------------
+# Helpers ---------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -409,7 +409,7 @@ def of(log: Log) -> LogWriterProcess:
 
 
 class Closed:
-    """Stands for a writer that was closed already."""
+    """Takes the place of a writer that was closed already."""
 
     async def close(self) -> None: ...
 
@@ -422,7 +422,7 @@ async def found_in(log_dir: Path) -> list[bytes]:
 
 
 def readable(writer: LogWriterProcess) -> bool:
-    """Wait for a result, blocking the event loop; returns false after ENDS_S."""
+    """Wait for a result, blocking the event loop; returns False after ENDS_S."""
     return bool(select.select([writer._socket], [], [], ENDS_S)[0])
 
 

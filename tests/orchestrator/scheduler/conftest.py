@@ -1,4 +1,4 @@
-"""A harness whose history is replayed at the end of every test: the durable state has to come back the same."""
+"""A harness whose history is replayed at the end of every test: the durable state must be the same."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Harness:
         return self.log[begun:]
 
     def catch_up(self) -> None:
-        """Tick until no slice is left; each slice has to emit events."""
+        """Tick until no slice is left; each slice must emit events."""
         idle = 0
         while idle < 1000:
             deadline = self.core.next_deadline()
@@ -98,7 +98,7 @@ class Harness:
         raise AssertionError("the slices do not end")
 
     def stall(self, seconds: float) -> list[events.AnyEvent]:
-        """Stop the process for so long."""
+        """Stall the process for some seconds."""
         self.now += seconds
         self.core.tick(self.now)
         return self.settle()
@@ -221,7 +221,7 @@ class Harness:
         return verdict
 
     def work(self, worker: str = "w", slots: int = 64) -> int:
-        """Lease and finish all that is queued; returns how many episodes."""
+        """Lease and finish all queued episodes; returns their number."""
         count = 0
         while attempts := self.lease(slots, worker):
             for attempt in attempts:

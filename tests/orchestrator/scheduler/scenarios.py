@@ -9,7 +9,7 @@ from tests.orchestrator.scheduler.harness import BROKEN, Harness, ServedBatch
 
 
 def eligible_harness(order: str, groups: int = 6, **spec: object) -> Harness:
-    """A run with so many eligible groups, dispatched in the order of their ids and finished in another."""
+    """A run with eligible groups, dispatched in the order of their ids and finished in another."""
     harness = Harness()
     harness.run(source="learner", selection={"order": order, **spec.pop("selection", {})}, **spec)
     harness.submit(*[f"g{number}" for number in range(groups)])

@@ -107,7 +107,7 @@ def test_after_any_loss_of_events_the_counts_stay_right_and_the_run_goes_on(seed
 
 
 def assert_goes_on(harness: Harness) -> None:
-    """New workers and a new learner have a batch within a few rounds; the invariants hold at every step."""
+    """Assert that new workers and a new learner get a batch within a few rounds, and that the invariants hold."""
     for round_ in range(40):
         for attempt in harness.lease(16, f"fresh{round_}"):
             low = version(attempt.pinned_version) if attempt.pinned_version else harness.core.version("r")

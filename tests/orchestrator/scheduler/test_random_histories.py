@@ -24,7 +24,7 @@ from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harne
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
 SESSIONS = st.sampled_from([0, 0, 0, 1])
-"""How many processes of the learner came after it."""
+"""Number of later processes of the learner."""
 INDEX = st.integers(0, 1 << 16)
 
 SPECS = st.fixed_dictionaries(
@@ -83,7 +83,7 @@ class Histories(RuleBasedStateMachine):
         self.snapshot: tuple[bytes, int] | None = None
 
     def attempt(self, command, *arguments: Any, **fields: Any) -> Any:
-        """Run a command that may be refused; one that is refused has decided nothing."""
+        """Run a command that may be refused; a refused one must have decided nothing."""
         try:
             return command(*arguments, **fields)
         except RequestError:
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, free=st.integers(2, 12), reward=st.sampled_from([None, 0.0]))
     def work(self, worker, free, reward):
-        """A worker that just works: most of the time nothing goes wrong."""
+        """Lease and submit without a failure, as workers do most of the time."""
         for number, attempt in enumerate(self.harness.lease(free, worker, slots=12)):
             self.granted.append((worker, attempt))
             low = Version.parse(attempt.pinned_version) if attempt.pinned_version else self.harness.core.version("r")
@@ -340,7 +340,7 @@ class Histories(RuleBasedStateMachine):
 
 
 def assert_one_record_each(harness: Harness) -> None:
-    """Every terminal record is of a dispatched episode, and the only one; every use of a group is within its bound."""
+    """Assert that each dispatched episode has one terminal record, and that no group is used too often."""
     dispatched = {grant.episode for event in harness.events_of(events.Dispatched) for grant in event.grants}
     ended = Counter(event.episode for event in harness.events_of(events.EpisodeEnded))
     assert set(ended) <= dispatched
@@ -352,7 +352,7 @@ def assert_one_record_each(harness: Harness) -> None:
 
 
 def assert_serves_again(harness: Harness) -> None:
-    """Whatever happened, a fresh worker and a fresh learner session get a batch."""
+    """Assert that a new worker and a new learner session get a batch after any history."""
     reward = 0
     for _ in range(60):
         reply = harness.pull("fresh", learner="l0")

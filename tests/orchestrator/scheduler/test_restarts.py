@@ -1,4 +1,4 @@
-"""Credit after crashes: a scheduler that starts again admits no more than one that never crashed.
+"""Credit after crashes: a restarted scheduler admits no more than one that never crashed.
 
 AReaL's rule: what is admitted is at most ``(max_staleness + 1)`` batches ahead of what retired. Systems that count anew
 after a recovery submit a burst there.
@@ -58,7 +58,7 @@ class Crashing:
                 self.crash(name)
 
     def crash(self, name: str) -> None:
-        """Crash, start again, and hear from workers with far more slots than the credit allows."""
+        """Crash and restart, with requests of workers that have far more slots than the credit allows."""
         harness = self.harness
         before = harness.status()
         begun = len(harness.log)
@@ -126,7 +126,7 @@ def test_a_learner_goes_back_to_a_checkpoint_after_a_crash(how):
 
 
 def play(harness: Harness, count: int) -> list[str]:
-    """End so many groups of one episode each; returns their ids."""
+    """End some groups of one episode each; returns their ids."""
     attempts = harness.lease(count)
     for attempt in attempts:
         harness.finish(attempt)

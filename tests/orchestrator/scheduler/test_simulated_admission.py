@@ -93,7 +93,7 @@ class Simulation:
         self.take()
 
     def work(self) -> None:
-        """Lease what fits, then finish a random part of it."""
+        """Lease as many attempts as possible, then finish a random part of them."""
         self.lease()
         self.draw.shuffle(self.running)
         for _ in range(self.draw.randint(1, SLOTS)):
@@ -102,7 +102,7 @@ class Simulation:
                 self.finish(attempt, self.fate(self, attempt))
 
     def learn(self, groups: list[str] | None = None) -> messages.EmptyReply | None:
-        """Pull once; ack the oldest batch if the learner holds all that it may, or gets nothing."""
+        """Pull once; ack the oldest batch if the learner holds its maximum, or gets nothing."""
         request = messages.PullRequest(learner="l", session="s", request=f"{next(self.requests)}", groups=groups)
         plan = self.core.pull("r", request, 0.0)
         if isinstance(plan, Form):
@@ -164,7 +164,7 @@ def mostly_equal(simulation: Simulation, attempt: messages.Assignment) -> dict[s
 
 
 def broken_after_a_bump(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
-    # The first member is alone until the learner has moved on; then it fails, and a fresh one takes its place.
+    # The first member runs alone until the learner has announced newer versions; then it fails and is replaced.
     if attempt.member == 0 and int(attempt.task.id) % 3 == 0:
         return {"status": "failed", "failure": BROKEN}
     return fine(simulation, attempt)

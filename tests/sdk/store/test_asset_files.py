@@ -26,3 +26,8 @@ def test_an_asset_is_read_only_if_its_bytes_match_its_name(tmp_path: Path) -> No
             read(tmp_path, "0" * 64)
     with pytest.raises(UnknownAsset):
         read_asset(tmp_path, "../../etc/passwd")
+
+
+def test_an_asset_is_stored_as_its_name_in_a_folder_named_by_the_first_two_letters(tmp_path: Path) -> None:
+    name = make_asset(b"pixels", "image/png").name
+    assert asset_path(tmp_path, name) == tmp_path / name[:2] / name

@@ -1,10 +1,9 @@
 """The files of assets, ``<folder>/ab/abcdef...``: written whole, deleted, counted.
 
-* A file appears under its name only with all its bytes on disk; of a batch all files appear, or none.
-* The files of a batch share the work of the disk.
-* Files that exist at a start are counted one subfolder at a time, and exactly from then on.
+* After a power cut, written assets are complete and others are absent; a failed write leaves no file of its batch.
+* Written and deleted assets are counted; files that exist at a start are counted one subfolder at a time.
 
-All methods block. All but ``exists`` are called by one thread.
+The files of a batch are synced concurrently. All methods block. All but ``exists`` are called by one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Assets on disk: images and large arrays, stored once under the hash of their bytes.
 
-* An asset is durable before its upload is answered, and its bytes match its name.
-* "Already stored" is a promise: until its deadline the asset stays, whatever happens to its references.
-* An asset without a reference and without a promise is deleted.
+* An asset is stored once under its name, durably before its upload is answered; bytes that do not match are refused.
+* A promise, the reply "already stored", keeps an asset until its deadline, even without references.
+* A referenced asset stays until it is a candidate without references or promise; then it is deleted.
 * An asset that is being written, being deleted or known to be damaged does not count as stored.
 * Unreferenced assets of an earlier service are found after the next start, when their promises have expired.
 

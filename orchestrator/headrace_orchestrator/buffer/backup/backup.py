@@ -1,6 +1,6 @@
 """Backups: copies of a data directory, taken while its service runs.
 
-* A backup is a cut: everything that was acknowledged before it began, and a prefix of the log after that.
+* A backup of a live service has everything that was acknowledged before it began, and a prefix of the log after that.
 * Only new data is copied: a file of the log never changes once a later one exists.
 * An interrupted backup leaves the previous one as it was. A backup of another log is not overwritten, and a data
   directory never.

@@ -2,10 +2,10 @@
 
 * Frames that are reported as written are on disk, and so is the name of their file.
 * In a long append the disk stores one piece while the next is packed and copied.
-* A file on which a write or a sync failed is cut back to its durable part, and never written again.
-* A file that holds nothing durable may be created again; a file with a footer is never touched again.
-* Frames in a file that was deleted or renamed meanwhile are not reported as written.
-* Once another process owns the directory, nothing is written and nothing is reported as written.
+* After a failed write or sync the file is cut back to its durable part, and never written again.
+* A file without durable content may be created again; a full file is sealed with a footer and never changed again.
+* A deleted or renamed file is reported, and its frames do not count as written.
+* A directory that another process took stops all writing, and nothing more is reported as written.
 """
 
 from __future__ import annotations

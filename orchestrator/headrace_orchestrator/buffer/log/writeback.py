@@ -1,8 +1,9 @@
 """Early writeback: the disk starts on data that will be synced soon, while more data is copied to the kernel.
 
-* Writeback promises nothing: data is durable only after a later sync.
 * A writeback error is raised as an error of the write, because the kernel may report it only once.
-* Where the kernel or the file system does not support the call, nothing happens.
+* Where the call is not supported, by the kernel or the file system, nothing happens.
+
+Writeback promises nothing: data is durable only after a later sync.
 """
 
 from __future__ import annotations

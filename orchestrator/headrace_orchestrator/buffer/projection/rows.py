@@ -1,7 +1,7 @@
 """The projection's tables, and the rows of each entry.
 
 * Rows follow from entries alone, so a rebuilt projection equals the one that the service wrote.
-* The row of a trajectory carries its checksum, so that a flipped byte is noticed when it is read.
+* A flipped byte in a listed row is noticed when the row is read, because the row has a checksum.
 """
 
 from __future__ import annotations

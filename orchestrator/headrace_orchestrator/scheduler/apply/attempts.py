@@ -3,7 +3,7 @@
 * An event that does not fit changes nothing and raises; the grants of a dispatch that fit are applied.
 * A lost result costs only itself; the events after it are applied as far as they fit.
 * A cancelled attempt proves that its group was retired.
-* A lost worker draws no retry budget and counts as no kill; an episode that lost too many counts once per worker.
+* One dead worker draws no retry budget and quarantines no task; an episode that lost too many counts once per worker.
 """
 
 from __future__ import annotations

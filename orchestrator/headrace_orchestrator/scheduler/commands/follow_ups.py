@@ -1,10 +1,9 @@
 """Follow-up decisions after a change: top-ups, retirements, quarantine, cancellation, admission.
 
-* Between commands no group waits for a decision.
+* Between commands no group waits for a decision and no credit lies idle; admission stays little ahead of dispatch.
 * One dead worker neither quarantines a task nor fails a group: its attempts are queued again and draw no budget. An
   attempt that a live worker dropped draws on the budget, and counts towards quarantine.
-* An episode that lost ten times ``max_attempts`` workers ends with the next loss: a task that crashes workers ends.
-* No credit lies idle, but admission stays a limited number of episodes ahead of dispatch.
+* A task that crashes its worker each time ends: an episode survives ten times ``max_attempts`` lost workers.
 * Groups that a new version or a closed run leaves behind are retired in slices, and not served meanwhile.
 * After a replay, changes that a cut log left unfinished are completed; settling depends on the state alone.
 """

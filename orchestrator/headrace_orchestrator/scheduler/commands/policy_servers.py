@@ -3,9 +3,9 @@
 * Servers that were added, drained or removed are known after a restart.
 * A run that names no servers in its spec gets none: its workers use those that they were started with.
 * A version with weights is loaded by the service; one without was loaded by the learner.
-* A version that was overtaken before any server served it is skipped, and listed as skipped.
-* Weights that are served are not replaced under the same version.
-* Once a version is served, evaluations that are pinned to an older one are cancelled: no server can run them any more.
+* Versions that were overtaken before a server had them are skipped, and listed as skipped.
+* Repeating an announcement changes nothing, and served weights are not replaced under their version.
+* The rest of an evaluation is cancelled once its version is not served any more.
 
 The current condition of the servers is unknown here; the service sets it as ``reasons``.
 """

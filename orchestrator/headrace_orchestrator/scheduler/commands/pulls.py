@@ -5,7 +5,7 @@
 * A batch whose lease ran out is redelivered whole while within bound; else it is dissolved.
 * The same request of the ranks that share a session is answered with shards of one batch, under one lease.
 * A late rank renews the lease of its session; one that requests a batch that is over gets an error.
-* Only whole groups are served; ``selection`` chooses them.
+* Only whole groups are served, oldest dispatch first unless the run selects them in another order.
 * A pull may ask for some kinds of groups; pulls that ask for different kinds, or for any, proceed side by side.
 * A batch is redelivered only to a pull whose filter or groups it fits.
 * A pull that names groups is served exactly these, once complete.

@@ -2,7 +2,7 @@
 
 * Groups in flight are exactly the run's own groups that are not retired.
 * Each group's state agrees with its members' states; a complete group has released its members.
-* No group waits for a decision between commands, except out-of-bound groups, which are retired in slices.
+* Between commands no group waits for a decision and no credit lies idle; out-of-bound groups are retired in slices.
 * An attempt is held by exactly the worker that it was granted to.
 * A group in a batch is in exactly one and is leased; a group in no batch is not leased.
 * Bytes held and episodes reserved are those of the groups in flight.

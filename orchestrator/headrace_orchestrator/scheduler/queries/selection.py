@@ -2,9 +2,10 @@
 
 * A batch takes whole groups: as many as the run spec sets, or up to its budget of tokens.
 * A batch is smaller by the zero-variance groups dropped from it; groups that are replaced do not shrink it.
-* Fifo and lifo go by dispatch order; uniform and prioritized draw without replacement, by exact weights.
+* Fifo serves the oldest dispatch first, lifo the newest; uniform and prioritized draw by exact weights, without
+  replacement.
 * A draw depends on the run's seed, the batches formed so far and the eligible groups alone; a replay draws the same.
-* Groups that do not fit the filter of a pull are not taken.
+* Groups that do not fit the filter of a pull are never chosen.
 * Selection reads only the groups that it takes.
 """
 

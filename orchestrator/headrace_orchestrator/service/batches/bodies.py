@@ -1,11 +1,12 @@
 """Bodies of frozen batches, as they are served.
 
-* A batch is frozen when it is formed: members, order, columns, and so every byte of its body.
-* A small body is read whole before its first byte is sent; a larger one is streamed.
+* A batch is the same bytes at every pull, also after a restart: members, order and columns are frozen.
+* A larger body is streamed and is the same; a small one is read whole before its first byte is sent.
 * Streaming continues if a failing disk moves the records to another file.
 * A body is kept and sent as the parts that it was read in, without a copy that joins them.
 * A shard is a view of the frozen body: the columns of its rows, and the records that they are in.
-* Nothing here blocks the event loop: reading and computing happen in a thread.
+
+Reading and computing happen in a thread, so that they do not block the event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The head and the body of a planned batch, computed from stored records.
 
-* A damaged record is left out when a batch is built, and logged; a group without an intact record is lost.
+* A record that is damaged is left out of its batch, and logged; a group without an intact record is lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The check of a data directory, and the rebuild of its projection from the log.
 
-* Everything is read: frames, both copies of control frames, heads, footers, the projection, assets.
+* Every flipped byte is found: in records, both copies of control frames, heads, footers, the projection, assets.
 * Nothing is written, and a live service never waits for a check.
-* Each damaged record is named: file, offset, type, its trajectory or batch if known, and the cost of the damage.
-* A log that became shorter is noticed if its next file or its projection shows it.
+* Only the damaged record is named: file, offset, type, its trajectory or batch if known, and the cost of the damage.
+* Records that were cut off are named by the projection; a gap before the next file is found without it.
 * A rebuilt projection equals the one that the service wrote, row by row.
 """
 

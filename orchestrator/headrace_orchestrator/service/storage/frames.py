@@ -1,6 +1,6 @@
 """Frames of the log, from and to the scheduler's events.
 
-* Events that are decided together share control frames, in the order in which they were decided.
+* Events of one commit share frames in their order.
 * An event that has a record or a batch head of its own is stored as those bytes, and read back from them.
 """
 

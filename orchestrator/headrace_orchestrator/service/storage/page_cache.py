@@ -1,8 +1,8 @@
 """Trimming of the kernel's page cache: drops files of the log that no group and no batch needs.
 
-* A sealed file without a record of a group in flight or an open batch is dropped; a later read reads the disk.
-* A file that is needed stays: a group that may be served again keeps its files in memory.
-* The more groups there are, the less often files are checked; the event loop only lists the groups for that.
+* A sealed file without a record in use is dropped once; a later read reads the disk.
+* A file that an open batch or a group in flight needs stays.
+* The longer a check takes, the less often it happens; the event loop only lists the groups for it.
 
 Otherwise the kernel keeps everything that was ever written until memory runs out, and finds fresh memory for each
 record: reusing the memory of a file that is not needed any more is several times cheaper.

@@ -1,11 +1,11 @@
 """Replay at a start: scheduler, index and projection are restored from the newest control state and the log behind it.
 
-* Nothing acknowledged is lost: every event behind the state is applied in the order in which it was decided.
+* Nothing acknowledged is lost when the process is killed: all events behind the state are applied in their order.
 * The first terminal record of an episode wins.
-* Damage costs the damaged record only; it is logged with file and offset, and counted. The same holds for missing files
+* A damaged record costs only itself; it is logged with file and offset, and counted. The same holds for missing files
   and missing ends of files.
 * A damaged state costs nothing: the previous one and more of the log give the same result.
-* The projection is continued from its cursor, or rebuilt if it does not belong to this log.
+* Frames that are projected already are not read again; a projection of another log is rebuilt.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 * A file that a group in flight, an open batch or a start needs is not deleted; a start may need the last two control
   states.
-* A file is deleted first; then its entries leave the projection, and assets that only it referred to are collected.
+* Old files are deleted; then their entries leave the projection, and assets that only they referred to are collected.
 * The file that retention waits for is logged, once for each file.
 * A deletion that a failing disk interrupts is completed once the disk works again; any other obstacle is logged.
-* The stored bytes are reported to the scheduler, which admits nothing at the limit of the disk: appended data at once,
+* At the bound of the disk admission stops: the stored bytes are reported to the scheduler, appended data at once,
   assets and deletions at the next step.
 """
 

@@ -1,8 +1,8 @@
 """The store: the scheduler's events go to the log, to the index of locations, and to the projection.
 
-* Writes that were decided together are all encoded before any of them is stored.
+* All events of a commit are encoded before any is stored.
 * A trajectory id belongs to one episode, stored or on its way to the disk.
-* A file of the log opens with the control state behind exactly the frames before it.
+* The next file of the log opens with the current control state, behind exactly the frames before it.
 * Rows of the projection are written only when their frames are on disk; a failing disk loses none of them.
 * An asset counts as referenced from the moment a record that names it is appended, until the record's file is deleted.
 """

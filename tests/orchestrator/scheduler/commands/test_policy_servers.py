@@ -1,4 +1,4 @@
-"""The policy servers of a run and the weights they are to hold, as the scheduler knows them."""
+"""The policy servers of a run in the scheduler's state, and the weights that they load."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_versions_that_were_overtaken_before_a_server_had_them_are_skipped(harne
     harness.restart(harness.restored(harness.core.snapshot()))
 
 
-def test_the_same_again_changes_nothing_and_served_weights_are_not_replaced_under_their_version(harness):
+def test_repeating_an_announcement_changes_nothing_and_served_weights_are_not_replaced_under_their_version(harness):
     harness.run()
     harness.announce("0.1", path="/w/1")
     harness.announce("0.1", path="/w/elsewhere")  # no server has it yet

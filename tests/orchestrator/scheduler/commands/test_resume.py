@@ -1,4 +1,4 @@
-"""Batches that a learner gets back after it was started again."""
+"""Batches that a restarted learner gets back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creating and closing runs."""
+"""Commands that create and close runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken invariants are found."""
+"""Broken invariants are detected."""
 
 from __future__ import annotations
 

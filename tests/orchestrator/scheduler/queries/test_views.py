@@ -1,4 +1,4 @@
-"""Runs, groups and workers as pages show them."""
+"""Runs, groups and workers as status replies show them."""
 
 from __future__ import annotations
 

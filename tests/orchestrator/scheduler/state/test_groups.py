@@ -1,4 +1,4 @@
-"""Moves of episodes and groups, and what is kept of them."""
+"""Moves of episodes and groups, and the data kept of complete ones."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 * Bytes held and reserved by all runs together stay below the bound of the service.
 * Bytes stored and reserved stay below the bound of the disk.
-* A run that a shared bound holds back is checked again within ``RETRY_S`` after room was returned.
+* A run that is held back continues soon, within ``RETRY_S``, after another returned room.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The concurrency cap: the number of training episodes that the policy servers of a run take at a time.
 
-* It limits training episodes at workers, not admission, and not evaluation; a run has none until it is set.
+* The cap limits training episodes at workers, not admission and not evaluation; a run has no cap until it is set.
 * A lower cap stops no running episode; nothing is granted until enough of them are over.
 * While the cap holds training back, evaluation keeps to its share of the slots.
 

@@ -1,8 +1,9 @@
 """The eligible groups of a run, indexed so that selecting a few of them reads only a few.
 
-* A tree holds the groups of one kind (environment and tags) and one span (lowest and highest versions).
-* Groups that a new version leaves out of bound are set aside a tree at a time, however many the tree holds.
-* The results depend only on the groups in the index, never on the order of additions.
+* Groups that a new version leaves out of bound are set aside, a whole tree at a time, and never chosen.
+* A draw is the same in whatever order the groups became eligible.
+
+A tree holds the groups of one kind (environment and tags) and one span (lowest and highest versions).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which frozen adapters play in a group."""
+"""The frozen adapters that play in a group."""
 
 from __future__ import annotations
 

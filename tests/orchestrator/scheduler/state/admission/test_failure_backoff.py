@@ -17,7 +17,7 @@ def harness() -> Harness:
 
 
 def fail_all(harness: Harness, seconds: float, failure=BROKEN) -> int:
-    """Lease whenever an attempt may be due, and fail all; returns how many attempts were granted."""
+    """Lease whenever an attempt may be due, and fail all; returns the number of granted attempts."""
     granted = 0
     end = harness.now + seconds
     while harness.now < end:

@@ -46,7 +46,7 @@ def test_sums_are_the_same_after_any_additions_and_removals(kept, gone):
 
 
 def test_a_place_at_a_weight_is_found_in_the_logarithm_of_the_number_of_places():
-    """Of a million places, one node is read on each level to find one, and those of the top."""
+    """A search among a million places reads one node of each level, and all nodes of the top."""
     tree = SumTree()
     for place in range(0, 1 << 20, 64):
         tree.add(place, 1)
