@@ -1,6 +1,6 @@
 """Entries of the projection: the data that it stores for a frame, and that it returns for a trajectory.
 
-* A frame's entries follow from the frame alone, so a rebuilt projection equals the one that the service wrote.
+* A frame's entries follow from the frame alone, so a rebuilt projection equals the original one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The projection's tables, and the rows of each entry.
 
-* Rows follow from entries alone, so a rebuilt projection equals the one that the service wrote.
+* Rows follow from entries alone, so a rebuilt projection equals the original one.
 * A flipped byte in a listed row is noticed when the row is read, because the row has a checksum.
 """
 

@@ -4,7 +4,7 @@
 * Nothing is written, and a live service never waits for a check.
 * Only the damaged record is named: file, offset, type, its trajectory or batch if known, and the cost of the damage.
 * Records that were cut off are named by the projection; a gap before the next file is found without it.
-* A rebuilt projection equals the one that the service wrote, row by row.
+* A rebuilt projection equals the original one, row by row.
 """
 
 from __future__ import annotations
