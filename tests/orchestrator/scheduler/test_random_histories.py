@@ -234,11 +234,11 @@ class Histories(RuleBasedStateMachine):
     def resume(self, session, learner, shards):
         reply = self.attempt(self.harness.resume, self.session(session), learner=learner, shards=shards)
         for id in reply.batches if reply is not None else ():
-            reply = self.attempt(self.harness.pull, self.session(session), learner=learner, shards=shards, batch=id)
-            if reply is not None:
-                assert reply.id == id
+            batch = self.attempt(self.harness.pull, self.session(session), learner=learner, shards=shards, batch=id)
+            if batch is not None:
+                assert batch.id == id
                 assert id not in reply.lost
-                self.served.append(reply)
+                self.served.append(batch)
 
     @precondition(lambda self: self.submitted)
     @rule(session=SESSIONS, index=INDEX, count=st.integers(1, 2))
