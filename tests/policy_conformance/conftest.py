@@ -27,7 +27,7 @@ GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
 class Kind(NamedTuple):
-    """One kind of server. ``logprobs(folder, prompt, ids)`` is what another implementation says of the sampled ids."""
+    """One kind of server. ``logprobs(folder, prompt, ids)`` computes the logprobs of sampled ids independently."""
 
     address: str
     prompt: list[int]
@@ -70,7 +70,7 @@ class Server:
         return answer
 
     async def metric(self, name: str) -> float:
-        """Its value, summed over labels."""
+        """The value of a metric, summed over labels."""
         _, text = await self.get("/metrics")
         values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")]
         assert values, name
@@ -93,7 +93,7 @@ def ids(choice: Any) -> list[int]:
 
 
 def logprobs(choice: Any) -> list[float]:
-    """Of the sampled tokens, from either route."""
+    """The logprobs of the sampled tokens, from either route."""
     told = choice["logprobs"]
     return [item["logprob"] for item in told["content"]] if "content" in told else list(told["token_logprobs"])
 

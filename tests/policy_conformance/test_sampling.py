@@ -1,4 +1,4 @@
-"""How a policy server samples: ids, log-probabilities, seeds and ends, on both routes."""
+"""Samples of a policy server: ids, log-probabilities, seeds and ends, on both routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_each_sampled_token_has_an_id_and_the_policys_own_logprob(server: 
     assert max(logprobs(choice)) <= 0
 
 
-async def test_the_routes_say_the_same_of_the_same_seed(server: Server):
+async def test_the_routes_return_the_same_for_the_same_seed(server: Server):
     first = (await server.sample(GENERATE, seed=9))["choices"][0]
     second = (await server.sample(COMPLETIONS, seed=9))["choices"][0]
     assert ids(first) == ids(second)
@@ -87,13 +87,13 @@ async def test_a_stop_string_ends_with_the_token_that_completes_it(server: Serve
 
 
 @BOTH
-async def test_the_prompt_comes_back_where_it_is_asked_for(server: Server, path: str):
+async def test_the_prompt_is_returned_on_request(server: Server, path: str):
     answer = await server.sample(path)
     echoed = answer["prompt_token_ids"] if path == GENERATE else answer["choices"][0]["prompt_token_ids"]
     assert echoed == server.prompt
 
 
-async def test_ids_are_always_there_on_the_generate_route_and_on_completions_if_asked_for(server: Server):
+async def test_ids_are_always_returned_by_the_generate_route_and_by_completions_on_request(server: Server):
     generated = await server.sample(GENERATE, seed=5)
     assert (await server.sample(GENERATE, seed=5, logprobs=None))["choices"][0]["logprobs"] is None
     _, plain = await server.post(COMPLETIONS, {"model": "policy", "prompt": server.prompt, "max_tokens": 64, "seed": 5})
@@ -102,7 +102,7 @@ async def test_ids_are_always_there_on_the_generate_route_and_on_completions_if_
     assert ids(generated["choices"][0])
 
 
-async def test_the_logprobs_of_a_prompt_are_told_if_asked_for(server: Server):
+async def test_the_logprobs_of_a_prompt_are_returned_on_request(server: Server):
     made = (await server.sample(GENERATE, seed=5))["choices"][0]
     prompt = server.prompt + ids(made)
     for path in (GENERATE, COMPLETIONS):
@@ -135,7 +135,9 @@ async def test_the_logprobs_of_a_prompt_are_told_if_asked_for(server: Server):
     ids=lambda value: str(value)[:30],
 )
 @BOTH
-async def test_what_cannot_be_sampled_is_an_error_that_says_so(server: Server, path: str, fields: dict, status: int):
+async def test_an_invalid_sampling_request_is_an_error_with_the_reason(
+    server: Server, path: str, fields: dict, status: int
+):
     answered, body = await server.ask(path, **fields)
     assert answered == status, body
     assert set(body["error"]) >= {"message", "type", "code"}
@@ -156,7 +158,7 @@ async def test_an_answer_is_cut_where_the_model_has_no_more_room(server: Server,
 
 
 @BOTH
-async def test_a_body_that_is_no_json_is_an_error(server: Server, path: str):
+async def test_a_body_that_is_not_json_is_an_error(server: Server, path: str):
     async with server.session.post(
         f"{server.kind.address}{path}", data=b"{", headers={"Content-Type": "application/json"}
     ) as response:

@@ -1,4 +1,4 @@
-"""What a policy server is besides its answers: models, health, metrics, request ids, requests that nobody waits for."""
+"""Other functions of a policy server: models, health, metrics, request ids, abandoned requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LONG = {"max_tokens": 1900, "ignore_eos": True}
 RUNNING = "vllm:num_requests_running"
 
 
-async def test_it_names_its_model_and_the_most_tokens_it_takes(server: Server):
+async def test_the_server_reports_its_model_and_its_context_length(server: Server):
     models = (await server.get("/v1/models"))[1]["data"]
     assert models[0]["id"] == "policy"
     assert models[0]["max_model_len"] >= 2048
 
 
-async def test_it_is_healthy_and_knows_no_other_routes(server: Server):
+async def test_the_server_is_healthy_and_refuses_unknown_routes(server: Server):
     assert (await server.get("/health"))[0] == 200
     assert (await server.get("/nowhere"))[0] == 404
 
@@ -38,7 +38,7 @@ async def test_it_is_healthy_and_knows_no_other_routes(server: Server):
         "vllm:prefix_cache_hits_total",
     ],
 )
-async def test_its_load_is_in_its_metrics(server: Server, name: str):
+async def test_the_metrics_report_the_load(server: Server, name: str):
     await server.sample()
     assert await server.metric(name) >= 0
 
@@ -58,7 +58,7 @@ async def test_an_answer_carries_the_id_of_its_request(server: Server, path: str
 
 
 @BOTH
-async def test_a_request_that_nobody_waits_for_is_ended(server: Server, path: str):
+async def test_a_request_whose_client_disconnected_is_ended(server: Server, path: str):
     await server.misbehave(slow_s=60)
     asking = asyncio.create_task(server.ask(path, **LONG))
     await server.until(RUNNING, 1)
@@ -76,7 +76,7 @@ async def test_requests_are_worked_on_together(server: Server):
 
 
 @BOTH
-async def test_two_open_requests_of_one_id_are_told_apart_or_the_second_is_refused(server: Server, path: str):
+async def test_two_open_requests_with_one_id_are_both_answered_or_the_second_is_refused(server: Server, path: str):
     alone = await server.sample(path, seed=2, max_tokens=50)
     await server.misbehave(slow_s=0.5)
     headers = {"X-Request-Id": "e2-1-0-1"}

@@ -1,4 +1,4 @@
-"""How a policy server is paused, takes the weights of a folder, and says which weights sampled what."""
+"""Pauses of a policy server, loads of weights from a folder, and the weight versions that it reports."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_weights_of_a_folder_are_the_ones_that_sample_once_they_are_loaded
     assert logprobs(choice) != logprobs(before)
 
 
-async def test_weights_have_their_name_when_they_are_given_it_and_not_before(server: Server):
+async def test_weights_get_their_name_only_when_the_caller_sets_it(server: Server):
     await well(server, "/pause?mode=keep&clear_cache=true")
     await call(server, LOAD, str(server.kind.folders[1]))
     assert await version(server) == "0.0"
@@ -92,9 +92,7 @@ async def test_a_check_changes_nothing(server: Server):
 
 
 @pytest.mark.parametrize("method", [CHECK, LOAD])
-async def test_a_folder_that_cannot_be_loaded_is_refused_and_changes_nothing(
-    server: Server, tmp_path: Path, method: str
-):
+async def test_a_folder_that_cannot_be_loaded_is_refused_without_an_effect(server: Server, tmp_path: Path, method: str):
     short = tmp_path / "short"
     short.mkdir()
     for file in server.kind.folders[0].glob("*.safetensors"):
@@ -106,7 +104,7 @@ async def test_a_folder_that_cannot_be_loaded_is_refused_and_changes_nothing(
     assert logprobs((await server.sample(seed=1))["choices"][0]) == logprobs(before["choices"][0])
 
 
-async def test_an_unknown_method_is_an_error_and_nothing_more(server: Server):
+async def test_an_unknown_method_is_an_error_without_an_effect(server: Server):
     status, body = await server.post(
         "/collective_rpc", {"method": "nothing", "args": []}, headers={"Connection": "close"}
     )
@@ -116,7 +114,7 @@ async def test_an_unknown_method_is_an_error_and_nothing_more(server: Server):
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_a_paused_server_lives_and_holds_new_requests_until_it_is_resumed(server: Server, mode: str):
+async def test_a_paused_server_is_healthy_and_delays_new_requests_until_it_is_resumed(server: Server, mode: str):
     await well(server, f"/pause?mode={mode}&clear_cache=true")
     await well(server, f"/pause?mode={mode}&clear_cache=true")
     assert await paused(server)
@@ -131,7 +129,7 @@ async def test_a_paused_server_lives_and_holds_new_requests_until_it_is_resumed(
     assert [status for status, _ in await asyncio.gather(*asking)] == [200, 200]
 
 
-async def test_a_pause_that_nobody_knows_is_an_error(server: Server):
+async def test_an_unknown_pause_mode_is_an_error(server: Server):
     status, _ = await server.post("/pause?mode=sometimes")
     assert status in (400, 422)
     assert not await paused(server)
@@ -141,7 +139,7 @@ async def test_a_pause_that_nobody_knows_is_an_error(server: Server):
     ("mode", "reason", "names"),
     [("keep", {"stop", "length"}, "0.1"), ("wait", {"stop", "length"}, "0.0"), ("abort", {"abort"}, "0.0")],
 )
-async def test_a_running_request_goes_on_on_keep_is_finished_on_wait_and_ends_on_abort(
+async def test_a_running_request_continues_with_keep_finishes_with_wait_and_ends_with_abort(
     server: Server, mode: str, reason: set[str], names: str
 ):
     await server.misbehave(slow_s=1.0)

@@ -87,7 +87,7 @@ class Vllm:
             return response.status, json.loads(text) if response.content_type == "application/json" else text
 
     async def generate(self, token_ids: list[int], *, model: str = NAME, **sampling: Any) -> dict[str, Any]:
-        """The one choice of POST /inference/v1/generate."""
+        """Return the single choice of POST /inference/v1/generate."""
         body = {"model": model, "token_ids": token_ids, "sampling_params": {"logprobs": 0, **sampling}}
         status, answer = await self.post("/inference/v1/generate", body)
         assert status == 200, answer
@@ -95,7 +95,7 @@ class Vllm:
         return choice
 
     async def call(self, method: str, *arguments: str) -> dict[str, Any]:
-        """What the one worker answers to a method of headrace.integrations.vllm."""
+        """Call a method of headrace.integrations.vllm; return the answer of the only worker."""
         status, answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
         assert status == 200, answer
         (result,) = answer["results"]
@@ -111,14 +111,14 @@ class Vllm:
         assert (await self.post("/resume"))[0] == 200
 
     async def until_sampling(self) -> None:
-        """Until one more token than now was sampled."""
+        """Wait until another token is sampled."""
         async with asyncio.timeout(30):
             before = await self.metric("vllm:generation_tokens_total")
             while await self.metric("vllm:generation_tokens_total") == before:
                 await asyncio.sleep(0.005)
 
     async def metric(self, name: str) -> float:
-        """Its value, summed over labels."""
+        """The value of a metric, summed over labels."""
         _, text = await self.get("/metrics")
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
@@ -162,7 +162,7 @@ class TorchLogprobs:
         return logprobs
 
     def loss(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What torch_loss.py answers."""
+        """Run torch_loss.py; return its answer."""
         found: dict[str, Any] = self._ask(question)
         return found
 
@@ -244,7 +244,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @contextmanager
 def taken(config: pytest.Config, name: str) -> Iterator[Any]:
-    """What was begun under a name, or is now; it ends with the block."""
+    """Yield the server that was started under a name, or start it; it ends with the block."""
     made = config.stash[_begun].pop(name, None) or MAKERS[name]()
     try:
         yield made

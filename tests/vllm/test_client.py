@@ -21,7 +21,7 @@ from tests.vllm.server import Vllm
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 
 CLOSE = 1e-3
-"""How far apart logprobs of one token may be that were computed by two ways."""
+"""Largest difference between two computations of a token's logprob."""
 
 REQUEST = SampleRequest(
     id="e-1-0",
@@ -56,7 +56,9 @@ async def check(vllm: Vllm, prompt: list[int], sample: Sample) -> None:
     np.testing.assert_allclose(sample.logprobs, told.logprobs[len(prompt) :], rtol=0, atol=CLOSE)
 
 
-async def test_every_route_gives_the_same_tokens_and_the_engines_logprobs(vllm: Vllm, policies: ServedPolicies) -> None:
+async def test_every_route_returns_the_same_tokens_and_the_engines_logprobs(
+    vllm: Vllm, policies: ServedPolicies
+) -> None:
     found = await policies.at([]).sample(REQUEST)
     generated = await policies.at([], protocol="generate").sample(REQUEST)
     completed = await policies.at([], protocol="completions").sample(REQUEST)
@@ -66,13 +68,13 @@ async def test_every_route_gives_the_same_tokens_and_the_engines_logprobs(vllm: 
         await check(vllm, list(REQUEST.prompt), sample)
 
 
-async def test_a_chat_gives_the_ids_of_its_prompt_and_answer(vllm: Vllm, policies: ServedPolicies) -> None:
+async def test_a_chat_returns_the_ids_of_its_prompt_and_answer(vllm: Vllm, policies: ServedPolicies) -> None:
     sample = await policies.at([], protocol="chat").sample(REQUEST)
     assert sample.prompt is not None
     await check(vllm, list(sample.prompt), sample)
 
 
-async def test_a_turn_that_a_pause_ended_goes_on_to_its_length(vllm: Vllm, policies: ServedPolicies) -> None:
+async def test_a_turn_that_a_pause_interrupted_continues_to_its_length(vllm: Vllm, policies: ServedPolicies) -> None:
     turn = asyncio.create_task(policies.at([]).sample(asked(max_tokens=400, sampling=Sampling(seed=5))))
     await vllm.until_sampling()
     assert (await vllm.post("/pause?mode=abort&clear_cache=true"))[0] == 200
@@ -117,7 +119,7 @@ async def test_bad_requests_have_kinds_of_their_own(vllm: Vllm, policies: Served
             assert "policy" in caught.value.hint
 
 
-async def test_an_answer_matches_what_was_asked_for(policies: ServedPolicies) -> None:
+async def test_an_answer_matches_its_request(policies: ServedPolicies) -> None:
     request = asked(sampling_spec=SamplingSpec(structured_outputs={"choice": ["aa", "b"]}), sampling=Sampling(seed=1))
     for protocol in ("generate", "completions"):
         sample = await policies.at([], protocol=protocol).sample(request)

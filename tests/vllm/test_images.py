@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 CLOSE = 1e-3
-"""How far apart logprobs of one token may be that were computed by two ways, transformers' own forward one of them."""
+"""Largest difference between two computations of a token's logprob, one by a forward pass of transformers."""
 
 
 class Album:
@@ -75,7 +75,7 @@ async def play(server: tuple[str, Path], *pictures: Image, **limits: Any) -> tup
 
 
 async def asked_again(server: tuple[str, Path], segment: Segment, assets: dict[str, AssetData], end: int) -> Any:
-    """What the engine answers when it is sent the segment's first ``end`` tokens, with one for each image."""
+    """The engine's answer to the segment's first ``end`` tokens, with one token for each image."""
     tokens, sent, last = segment.token_ids.tolist(), list[int](), 0
     shown = [item for item in segment.placeholders if item.end <= end]
     for item in shown:
@@ -116,7 +116,7 @@ async def test_g12_prompts_and_placeholders_are_those_of_the_engine_and_have_the
     np.testing.assert_allclose(segment.logprobs[sampled], np.array([0.0, *told])[sampled], rtol=0, atol=CLOSE)
 
 
-async def test_the_model_sees_what_an_image_shows(vision_server: tuple[str, Path]) -> None:
+async def test_the_output_depends_on_the_content_of_an_image(vision_server: tuple[str, Path]) -> None:
     segments = []
     for colour in (RED, GREEN, RED):
         record, _ = await play(vision_server, *[picture(colour)] * 2, max_turns=1)
@@ -129,7 +129,9 @@ async def test_the_model_sees_what_an_image_shows(vision_server: tuple[str, Path
     assert first.token_ids[84] != other.token_ids[84] or abs(first.logprobs[84] - other.logprobs[84]) > 10 * CLOSE
 
 
-async def test_every_check_of_a_policy_server_passes_the_one_with_an_image_too(vision_server: tuple[str, Path]) -> None:
+async def test_every_check_of_a_policy_server_passes_including_the_one_with_an_image(
+    vision_server: tuple[str, Path],
+) -> None:
     address, model = vision_server
     asked = {"renderer": "template", "tokenizer": str(model)}
     found = {item.check: item for item in await check_server(address, asked, tolerance=0.01, timeout_s=120.0)}

@@ -94,7 +94,7 @@ async def test_g11_a_stop_string_inside_a_token_cuts_the_text_and_not_the_ids(vl
 
 
 def inside_a_token(renderer: Any, ids: list[int]) -> tuple[int, str] | None:
-    """Where a token of an answer ends, and two letters before its last one that come nowhere earlier."""
+    """The end of a token of an answer, and the two letters before its last one, which do not occur earlier."""
     for end in range(1, len(ids)):
         token, before = renderer.parse([ids[end - 1]]), renderer.parse(ids[: end - 1])
         if token.isascii() and token.strip().isalpha():  # special tokens are no text to the engine

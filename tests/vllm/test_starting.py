@@ -1,4 +1,4 @@
-"""How examples, tests and benchmarks start a vLLM, with a stand-in for vLLM itself."""
+"""Start of a vLLM server by examples, tests and benchmarks, with a substitute for vLLM itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What runs in place of the interpreter that has vLLM."""
+    """The program that replaces the interpreter with vLLM."""
     script = tmp_path / "python"
     monkeypatch.setattr(vllm_server, "PYTHON", script)
     return script
@@ -45,12 +45,12 @@ def test_a_server_that_ends_shows_the_end_of_its_log(tmp_path: Path, stand_in: P
     assert str(failed.value).endswith("out of luck")
 
 
-def test_without_the_part_it_says_how_to_get_it(tmp_path: Path, stand_in: Path):
+def test_without_vllm_the_error_says_how_to_install_it(tmp_path: Path, stand_in: Path):
     with pytest.raises(FileNotFoundError, match="make parts"), start_vllm(tmp_path):
         pass
 
 
-def test_a_server_and_what_it_started_end_with_the_block(tmp_path: Path, stand_in: Path):
+def test_a_server_and_its_child_processes_end_with_the_block(tmp_path: Path, stand_in: Path):
     (tmp_path / "server.py").write_text(SERVER)
     stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
     stand_in.chmod(0o755)
@@ -61,7 +61,7 @@ def test_a_server_and_what_it_started_end_with_the_block(tmp_path: Path, stand_i
 
 
 def runs(pid: int) -> bool:
-    """Whether it does anything; what nobody has reaped yet does not."""
+    """Return True if a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("parts", [[], ["cost", "updates"]], ids=["all", "some"])
-def test_without_vllm_the_benchmark_of_the_policy_plane_ends_with_one_line_before_it_measures(
+def test_without_vllm_the_benchmark_of_policy_serving_ends_with_one_line_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[str]
 ):
     monkeypatch.setattr(policy_benchmark, "PYTHON", tmp_path / "python")

@@ -23,7 +23,7 @@ def test_the_same_seed_makes_the_same_files_and_another_one_others(tmp_path: Pat
     assert sum(map(len, files[0].values())) < 2e6
 
 
-def test_tied_embeddings_are_there_once(tmp_path: Path):
+def test_tied_embeddings_are_stored_once(tmp_path: Path):
     write_model(tmp_path, tied=True)
     assert "lm_head.weight" not in read(tmp_path / WEIGHTS)
 
@@ -37,7 +37,7 @@ def test_a_file_of_weights_reads_as_it_was_written(tmp_path: Path):
     assert [file.name for file in tmp_path.iterdir()] == [WEIGHTS]
 
 
-def test_ids_below_256_are_bytes_and_text_comes_back_whole(tmp_path: Path):
+def test_ids_below_256_are_bytes_and_text_survives_encoding_and_decoding(tmp_path: Path):
     write_model(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "the end: é 日本 \n\t <|im_start|>user"
@@ -59,7 +59,7 @@ def test_an_adapter_fits_its_model(tmp_path: Path):
     assert down.shape[0] == up.shape[1] == 4
 
 
-def test_a_model_that_sees_images_is_the_same_each_time_and_shows_an_image_as_one_token(tmp_path: Path):
+def test_a_vision_model_is_reproducible_and_its_template_renders_an_image_as_one_token(tmp_path: Path):
     for name in "ab":
         write_vision_model(tmp_path / name)
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]

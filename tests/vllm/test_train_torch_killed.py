@@ -1,4 +1,4 @@
-"""The learner of examples/train_torch.py, killed: it goes on at the right version, and trains on no batch twice."""
+"""The learner of examples/train_torch.py after a kill: it continues at the right version, and reuses no batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def printed(learner: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-async def test_a_learner_that_is_killed_goes_on_at_the_right_version(
+async def test_a_killed_learner_continues_at_the_right_version(
     tmp_path: Path, vllm: Vllm, service: tuple[Processes, str]
 ) -> None:
     processes, url = service

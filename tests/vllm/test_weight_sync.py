@@ -19,7 +19,7 @@ UPDATES = 3
 
 
 def apart(record: Trajectory, folders: dict[str, Path], reference: TorchLogprobs) -> float:
-    """How far a record's logprobs are from a PyTorch forward of the weights that it says sampled them, at most."""
+    """The largest difference of a record's logprobs from a PyTorch forward pass with the weights of its versions."""
     worst = 0.0
     for segment in record.segments:
         start = 0

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 
 PROMPT = [*range(40, 52)]
 CLOSE = 1e-3
-"""How far logprobs of vLLM and of a PyTorch forward may be apart. Wrong weights are apart by more than 1."""
+"""Largest difference between logprobs of vLLM and of a PyTorch forward pass. Wrong weights differ by more than 1."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def test_logprobs_are_those_of_a_pytorch_forward(vllm: Vllm, torch_logprob
         assert apart(choice, prompt, reference) < CLOSE
 
 
-async def test_weights_of_a_folder_are_loaded_exactly_tied_embeddings_too(
+async def test_weights_of_a_folder_are_loaded_exactly_including_tied_embeddings(
     vllm: Vllm, second: Path, torch_logprobs: TorchLogprobs
 ):
     before = await vllm.generate(PROMPT, max_tokens=32, temperature=0)
@@ -53,7 +53,7 @@ async def test_weights_of_a_folder_are_loaded_exactly_tied_embeddings_too(
     assert apart(after, PROMPT, torch_logprobs(vllm.model, tokens)) > 1
 
 
-async def test_a_version_is_named_once_its_weights_are_in_use_and_labels_what_they_sample(vllm: Vllm, second: Path):
+async def test_a_version_is_reported_once_its_weights_are_in_use_and_labels_their_samples(vllm: Vllm, second: Path):
     assert await vllm.version() == "default"
     await vllm.post("/pause?mode=keep&clear_cache=true")
     await vllm.call("headrace_load", str(second))
@@ -65,7 +65,7 @@ async def test_a_version_is_named_once_its_weights_are_in_use_and_labels_what_th
     assert choice["weight_versions"] == [{"version": "2.17", "start": 0, "end": 5}]
 
 
-async def test_a_running_request_goes_on_with_the_new_weights_from_its_exact_tokens(
+async def test_a_running_request_continues_with_the_new_weights_from_its_exact_tokens(
     vllm: Vllm, second: Path, torch_logprobs: TorchLogprobs
 ):
     asked = {"model": "policy", "token_ids": PROMPT, "stream": True}

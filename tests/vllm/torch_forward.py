@@ -42,7 +42,7 @@ def logprobs(folder: str, adapter: str | None, images: list[str], token_ids: lis
 
 
 def pixels(folder: str, images: list[str]) -> dict[str, Any]:
-    """What a model takes beside ids."""
+    """The model's other inputs besides ids."""
     if not images:
         return {}
     opened = [Image.open(io.BytesIO(base64.b64decode(image))) for image in images]

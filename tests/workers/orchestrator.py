@@ -27,10 +27,10 @@ from headrace.validation import validate
 from headrace.wire import codec, messages
 
 WITHIN_S = 60.0
-"""For what a worker is to do; a busy machine takes many times as long as an idle one."""
+"""Longest wait for an action of a worker; a busy machine takes many times as long as an idle one."""
 
 QUEUE_WAIT_S = 0.02
-"""How long the stand-in's long poll lasts."""
+"""Duration of a long poll."""
 
 
 class Orchestrator:

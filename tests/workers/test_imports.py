@@ -40,7 +40,7 @@ def test_a_path_that_ends_in_py_is_imported_as_a_module_of_the_files_name(enviro
     assert environment_file.stem in sys.modules
 
 
-def test_a_module_is_found_in_the_folder_that_the_worker_was_started_in(environment_file: Path, monkeypatch):
+def test_a_module_is_found_in_the_folder_in_which_the_worker_was_started(environment_file: Path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(environment_file.parent)
     import_all([environment_file.stem])
@@ -51,7 +51,7 @@ def test_a_module_is_found_in_the_folder_that_the_worker_was_started_in(environm
     ("content", "reason"),
     [(None, "does not exist"), ("1 / 0", "ZeroDivisionError"), ("import nowhere_at_all", "nowhere")],
 )
-def test_what_cannot_be_imported_stops_the_worker_with_the_reason(tmp_path: Path, content, reason):
+def test_a_failed_import_stops_the_worker_with_the_reason(tmp_path: Path, content, reason):
     file = tmp_path / "broken_environments.py"
     if content is not None:
         file.write_text(content)
@@ -60,7 +60,7 @@ def test_what_cannot_be_imported_stops_the_worker_with_the_reason(tmp_path: Path
     assert "broken_environments" not in sys.modules
 
 
-def test_a_file_does_not_take_the_place_of_a_module_that_is_there(tmp_path: Path):
+def test_a_file_does_not_replace_an_imported_module(tmp_path: Path):
     (tmp_path / "json.py").write_text("")
     with pytest.raises(SetupError, match="rename"):
         import_all([str(tmp_path / "json.py")])

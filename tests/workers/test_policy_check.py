@@ -23,7 +23,7 @@ from tests.workers.token_server import TokenServer, serving_tokens
 async def found(
     folder: Path, *, wrong: str = "", served: Path | None = None, renderer: str = "template"
 ) -> dict[str, CheckFinding]:
-    """What a check of a server of the model in ``served`` (or ``folder``) finds, by name."""
+    """Check a server of the model in ``served`` (or ``folder``); return the findings by name."""
     asked = {"model": "policy", "renderer": renderer, "tokenizer": str(folder)}
     async with serving_tokens(TokenServer(load_tokenizer(str(served or folder)), wrong)) as server:
         findings = await check_server(server.url, asked, tolerance=0.01, timeout_s=10.0)
@@ -70,13 +70,13 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
     assert findings[check].remedy
 
 
-async def test_what_a_server_does_not_offer_is_skipped_and_fails_nothing(tmp_path: Path) -> None:
+async def test_a_check_of_a_missing_feature_is_skipped(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unscored")
     assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server returns no prompt_logprobs")
     assert failed(findings) == []
 
 
-async def test_a_server_that_names_no_models_is_not_said_to_lack_the_policy(tmp_path: Path) -> None:
+async def test_a_server_that_lists_no_models_does_not_fail_the_check_of_the_model(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unnamed")
     assert findings["model"] == CheckFinding("model", "SKIPPED", "/v1/models lists no model")
     assert findings["ids"].status == "PASS"
@@ -106,7 +106,7 @@ async def test_another_template_is_detected_with_the_place_where_it_differs(tmp_
     assert "'<think>\\n' here, '' at the server" in findings["template"].detail
 
 
-async def test_a_template_that_rewrites_turns_is_told_beforehand(tmp_path: Path) -> None:
+async def test_a_template_that_rewrites_turns_is_reported(tmp_path: Path) -> None:
     numbered = CHATML.replace("m.role", "loop.revindex | string + m.role")
     findings = await found(make_model(tmp_path, numbered))
     assert findings["turns"].status == "PASS"
@@ -143,14 +143,14 @@ def test_a_failed_check_ends_with_1_and_json_is_for_scripts(tiny_policy: str) ->
     assert findings["ids"]["detail"] == "it needs the check 'model'"
 
 
-def test_a_server_that_is_not_there_is_a_failed_check() -> None:
+def test_a_server_that_cannot_be_reached_is_a_failed_check() -> None:
     result = run("--endpoint", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "FAIL    server" in result.output
     assert "Check that the server is running" in result.output
 
 
-def test_a_tokenizer_that_is_not_there_is_an_error_of_the_command(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_an_error_of_the_command(tmp_path: Path) -> None:
     result = run("--endpoint", "http://127.0.0.1:9", "--tokenizer", str(tmp_path / "none"))
     assert isinstance(result.exception, SetupError)
     assert "does not exist on this worker" in str(result.exception)

@@ -1,4 +1,4 @@
-"""What a worker lends its environments: its sandbox, what of it is waiting, and whose fault is what."""
+"""The sandbox that a worker provides to its environments: waiting times, and the layers of failures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_runtime_that_cannot_be_made_is_not_tried_for_each_program() -> 
     assert len(tried) == 1
 
 
-async def test_a_worker_removes_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_removes_leftovers_of_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(supervisor.FOLDER_VARIABLE, str(tmp_path / "state"))
     left = supervisor.state_folder() / MADE_FOLDER / f"{supervisor.this_supervisor()._replace(start_ticks=1)}-1"
     left.mkdir(parents=True)
@@ -90,7 +90,7 @@ async def test_a_worker_removes_what_killed_ones_left(tmp_path: Path, monkeypatc
     assert not left.exists()
 
 
-def test_what_a_worker_offers_follows_from_its_sandbox() -> None:
+def test_capabilities_of_a_worker_follow_from_its_sandbox() -> None:
     assert WorkerSandbox("").capabilities == ()
     assert WorkerSandbox("gvisor").capabilities == ("sandbox", "sandbox:gvisor")
     assert WorkerSandbox("unix:///run/sandbox.sock").capabilities == ("sandbox",)
@@ -119,14 +119,14 @@ async def test_a_fault_that_no_try_can_mend_is_tried_once() -> None:
     assert len(runtime.programs) == 1
 
 
-async def test_a_worker_without_a_sandbox_says_what_to_do() -> None:
+async def test_the_failure_of_a_worker_without_a_sandbox_has_the_remedy() -> None:
     record = await play(Script(say("x")), RunsPrograms)
     assert failure_of(record) == ("sandbox", "no-sandbox", False)
     assert record.failure is not None
     assert "--sandbox" in record.failure.message
 
 
-async def test_a_service_that_is_busy_is_asked_again_when_it_said() -> None:
+async def test_a_busy_service_is_asked_again_at_the_time_that_it_names() -> None:
     busy = SandboxFailure("too many wait", kind="busy", retryable=True, retry_after_s=0.0)
     runtime = ScriptedRuntime(*[busy] * (2 * sandboxes.TRIES), result("1\n"))
     record = await play(Script(say("x")), RunsPrograms, sandbox=sandbox_of(runtime))
@@ -173,7 +173,7 @@ async def test_a_runtime_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
 # Waiting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_waiting_for_a_sandbox_is_no_working_time() -> None:
+async def test_waiting_for_a_sandbox_is_not_working_time() -> None:
     clock = Clock()
 
     def after_a_queue(program: PythonProgram) -> Any:
@@ -210,7 +210,7 @@ async def test_the_time_of_a_program_is_working_time() -> None:
     assert (record.status, record.stop_reason) == ("truncated", "working_time")
 
 
-async def test_the_deadline_of_a_step_stands_still_while_a_sandbox_is_waited_for() -> None:
+async def test_the_deadline_of_a_step_stops_while_it_waits_for_a_sandbox() -> None:
     async def queued(program: PythonProgram) -> Any:
         await asyncio.sleep(0.3)
         return result("1\n", wall_s=0.0, queue_s=0.3)
@@ -221,7 +221,7 @@ async def test_the_deadline_of_a_step_stands_still_while_a_sandbox_is_waited_for
     assert record.status == "finished"
 
 
-async def test_the_deadline_of_a_step_counts_what_programs_work() -> None:
+async def test_the_deadline_of_a_step_counts_the_time_of_running_programs() -> None:
     class TakesLong(RunsPrograms):
         async def step(self, action: str) -> Step:
             await super().step(action)
@@ -262,7 +262,7 @@ def test_the_union_of_intervals() -> None:
 # Threads ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_environment_has_threads_for_what_blocks_and_gets_what_was_raised() -> None:
+async def test_an_environment_calls_blocking_functions_on_threads_and_gets_their_errors() -> None:
     seen: list[Any] = []
 
     class Blocks:
@@ -285,7 +285,7 @@ async def test_an_environment_has_threads_for_what_blocks_and_gets_what_was_rais
     assert "ZeroDivisionError" in record.failure.message
 
 
-async def test_an_environment_that_was_left_on_a_thread_is_not_closed() -> None:
+async def test_an_environment_with_an_abandoned_call_is_not_closed() -> None:
     closed: list[int] = []
 
     class Hangs:

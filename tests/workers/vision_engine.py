@@ -14,7 +14,7 @@ IMAGE = 9
 """The id that stands for an image."""
 
 ANSWER = [3] * 10
-"""What the policy always says, if not told otherwise."""
+"""The policy's default answer."""
 
 
 class VisionEngine:

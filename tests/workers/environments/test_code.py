@@ -164,7 +164,7 @@ def test_tests_are_read_in_the_formats_of_common_data_sets(tests: Any, cases: li
     assert cases_of({"tests": tests}, 12) == cases
 
 
-def test_the_tests_with_the_longest_inputs_are_taken_in_their_order() -> None:
+def test_the_tests_with_the_longest_inputs_are_used_in_their_order() -> None:
     inputs = ["1", "333", "22", "4444", "5"]
     cases = cases_of({"tests": {"inputs": inputs, "outputs": inputs}}, 3)
     assert [case.stdin for case in cases if isinstance(case, StdioCase)] == ["333", "22", "4444"]

@@ -36,7 +36,7 @@ def test_without_one_the_episode_ends_with_a_format_error(action):
     assert step.info["outcome"] == "format_error"
 
 
-def test_a_guess_outside_the_range_or_a_repeated_one_costs_its_turn_and_nothing_else():
+def test_a_guess_outside_the_range_or_a_repeated_one_costs_only_its_turn():
     environment = started()
     outside = environment.step(guess(51))
     zero = environment.step(guess(0))

@@ -1,4 +1,4 @@
-"""The game of examples/kinds.py: it keeps the protocol, and random bytes earn a reward at once."""
+"""The game of examples/kinds.py: it conforms to the protocol, and random bytes earn a reward."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_kinds_keeps_the_protocol() -> None:
 
 def test_a_turn_earns_its_share_of_characters_that_are_of_the_kind() -> None:
     game = Kinds(turns=3, length=8)
-    asked, _ = game.reset(0)
-    right = KINDS[asked][0]
+    kind, _ = game.reset(0)
+    right = KINDS[kind][0]
     assert game.step(right * 2 + "é" + right).reward == 3 / 8
 
 
@@ -38,7 +38,7 @@ def test_an_answer_with_the_requested_characters_earns_everything() -> None:
     assert played(0, *[KINDS[kind][-1] * 8 for kind in game.requests]) == [1.0, 1.0, 1.0]
 
 
-def test_more_characters_than_asked_for_earn_nothing() -> None:
+def test_characters_beyond_the_length_earn_nothing() -> None:
     assert max(max(played(seed, *["aA!" * 20] * 3)) for seed in range(20)) < 0.5
 
 
@@ -46,7 +46,7 @@ def test_a_turn_without_a_hit_ends_the_game() -> None:
     assert [played(seed, "") for seed in range(3)] == [[0.0]] * 3
 
 
-def test_random_bytes_earn_something_and_one_kind_alone_a_third() -> None:
+def test_random_bytes_earn_a_little_and_a_single_kind_a_third() -> None:
     draw = random.Random(0)
     noise = [[draw.randbytes(8).decode(errors="replace") for _ in range(3)] for _ in range(300)]
     assert 0.1 < statistics.fmean(sum(played(seed, *actions)) for seed, actions in enumerate(noise)) < 0.5

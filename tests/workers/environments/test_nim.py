@@ -33,7 +33,7 @@ def test_the_action_is_the_last_boxed_heap_and_count():
     assert environment.step(take(1, 1))[1][other] == 1.0
 
 
-def test_without_one_the_game_ends_with_a_format_error_of_the_mover_alone():
+def test_without_a_move_the_game_ends_with_a_format_error_of_the_mover_only():
     environment, mover, other = started()
     _, rewards, terminated, truncated, info = environment.step("I pass")
     assert rewards == {mover: -0.1, other: 0.0}

@@ -1,4 +1,4 @@
-"""What an environment hands over: checked and copied."""
+"""Checks and copies of the results of an environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _step(**changes: Any) -> Step:
 
 
 @pytest.mark.parametrize("reward", [None, True, np.bool_(True), "1", [1.0], 1j])
-def test_a_reward_that_is_no_number_is_a_failure(reward: Any) -> None:
+def test_a_reward_that_is_not_a_number_is_a_failure(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         environment_adapter.read_step(_step(reward=reward))
     assert (caught.value.kind, caught.value.retryable) == ("reward-not-a-number", False)
@@ -53,7 +53,7 @@ def test_a_number_of_any_kind_is_a_reward(reward: Any) -> None:
 @pytest.mark.parametrize(
     ("part", "kind"), [(math.nan, "reward-not-finite"), (None, "reward-not-a-number"), (True, "reward-not-a-number")]
 )
-def test_reward_parts_are_held_to_the_same_rule(part: Any, kind: str) -> None:
+def test_reward_parts_must_be_finite_numbers_too(part: Any, kind: str) -> None:
     with pytest.raises(EnvironmentFailure, match="format") as caught:
         environment_adapter.read_step(_step(info={"reward_parts": {"format": part}}))
     assert caught.value.kind == kind
@@ -79,7 +79,7 @@ def test_reward_parts_are_held_to_the_same_rule(part: Any, kind: str) -> None:
         (_step(info={"history": [{"role": "nobody", "content": "x"}]}), "history-type"),
     ],
 )
-def test_what_is_no_step_is_refused_with_its_kind(result: Any, kind: str) -> None:
+def test_an_invalid_result_of_a_step_is_refused_with_its_kind(result: Any, kind: str) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         environment_adapter.read_step(result)
     assert caught.value.kind == kind
@@ -149,7 +149,7 @@ def test_text_beyond_the_bound_and_nesting_below_it_are_named() -> None:
     assert [name.partition(" ")[2] for name in kept["dropped"]][-1] == "(dict below 32 levels)"
 
 
-def test_what_is_left_out_is_named_up_to_a_bound_and_counted_beyond_it() -> None:
+def test_omitted_parts_are_named_up_to_a_limit_and_counted_beyond_it() -> None:
     names = json_part({"objects": [object() for _ in range(500)]})["dropped"]
     assert (len(names), names[-1]) == (MAX_NAMED + 1, f"and {500 - MAX_NAMED} more")
 
@@ -180,7 +180,7 @@ JSON_LIKE = st.recursive(
 
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), JSON_LIKE))
-def test_whatever_an_info_holds_the_copy_can_be_stored(info: dict[str, Any]) -> None:
+def test_the_copy_of_any_info_can_be_stored(info: dict[str, Any]) -> None:
     kept = json_part(info)
     msgspec.json.decode(msgspec.json.encode(kept))
     msgspec.msgpack.decode(msgspec.msgpack.encode(kept))

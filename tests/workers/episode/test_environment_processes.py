@@ -49,7 +49,7 @@ async def play(its_tools: EpisodeTools, action: str, environment: str = "test:He
     return record
 
 
-async def test_processes_that_are_given_back_while_all_are_ended_do_not_stop_that() -> None:
+async def test_processes_that_are_returned_during_close_do_not_interrupt_it() -> None:
     processes = EnvironmentProcesses()
     taken = [await processes.take() for _ in range(4)]
     closing = asyncio.ensure_future(processes.close())
@@ -61,7 +61,7 @@ async def test_processes_that_are_given_back_while_all_are_ended_do_not_stop_tha
     assert [process._process.returncode for process in taken] == [-9] * 4
 
 
-async def test_it_is_played_in_another_process_which_is_used_again_until_a_step_has_no_end(
+async def test_the_environment_runs_in_a_process_that_is_reused_until_a_step_exceeds_its_deadline(
     its_tools: EpisodeTools,
 ) -> None:
     first, second = [await play(its_tools, "go") for _ in range(2)]
@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[tuple[str, str, bool], str]] = {
 }
 
 
-async def test_what_goes_wrong_there_is_told_as_it_would_be_here(its_tools: EpisodeTools) -> None:
+async def test_failures_in_another_process_are_reported_like_local_ones(its_tools: EpisodeTools) -> None:
     for action, (failure, message) in WRONG.items():
         record = await play(its_tools, action)
         assert failure_of(record) == failure
@@ -97,7 +97,7 @@ async def test_what_goes_wrong_there_is_told_as_it_would_be_here(its_tools: Epis
     assert failure_of(record) == ("environment", "several-agents", False)
 
 
-async def test_g18_a_step_that_holds_the_interpreter_neither_loses_its_lease_nor_stalls_others(
+async def test_g18_a_step_that_blocks_the_interpreter_neither_loses_its_lease_nor_stalls_others(
     its_tools: EpisodeTools,
 ) -> None:
     its_tools.policies = tools(Script(say("compute")), OneTurn).policies

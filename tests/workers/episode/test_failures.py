@@ -1,4 +1,4 @@
-"""What goes wrong in an episode, whose failure it is, and that it ends in one record all the same."""
+"""Failures in an episode: their layers and kinds, and the single record in which each ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, failu
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, True, "1"])
-async def test_a_reward_that_is_no_finite_number_is_a_failure_never_a_score(reward: Any) -> None:
+async def test_a_reward_that_is_not_a_finite_number_is_a_failure_never_a_score(reward: Any) -> None:
     class Odd(Turns):
         def step(self, action: str) -> Any:
             step = Step(*super().step(action))
@@ -57,7 +57,7 @@ def raising(error: BaseException, where: str) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("where", ["constructor", "reset", "step"])
-async def test_what_an_environment_raises_is_named_with_its_place_type_and_frames(where: str) -> None:
+async def test_an_exception_of_an_environment_is_reported_with_its_place_type_and_frames(where: str) -> None:
     record = await play(Script(say("x")), raising(KeyError("missing"), where))
     assert failure_of(record) == ("environment", f"{where}-raised", True)
     assert record.failure is not None
@@ -86,7 +86,9 @@ ENDINGS = [
 
 @pytest.mark.parametrize("style", ["inline", "coroutine", "thread"])
 @pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
-async def test_whatever_an_environment_raises_ends_its_episode_not_the_worker(error: BaseException, style: str) -> None:
+async def test_any_exception_of_an_environment_ends_its_episode_not_the_worker(
+    error: BaseException, style: str
+) -> None:
     class Raises(OneTurn):
         blocking = style == "thread"
 
@@ -104,7 +106,7 @@ async def test_whatever_an_environment_raises_ends_its_episode_not_the_worker(er
     assert type(error).__name__ in record.failure.message
 
 
-async def test_an_environments_close_that_raises_is_its_failure_whatever_it_raises() -> None:
+async def test_any_exception_of_an_environments_close_is_a_failure_of_the_environment() -> None:
     class Closes(OneTurn):
         @property
         def close(self) -> Any:
@@ -119,7 +121,7 @@ async def test_an_environments_close_that_raises_is_its_failure_whatever_it_rais
     assert caught.value.kind == "close-raised"
 
 
-async def test_what_the_objects_of_an_environment_raise_is_its_failure() -> None:
+async def test_an_exception_of_an_environments_objects_is_its_failure() -> None:
     class Unspeakable:
         def __repr__(self) -> str:
             raise KeyboardInterrupt
@@ -131,12 +133,12 @@ async def test_what_the_objects_of_an_environment_raise_is_its_failure() -> None
     assert failure_of(await play(Script(say("x")), Odd)) == ("environment", "step-raised", True)
 
 
-async def test_more_tokens_than_were_asked_for_are_a_failure_that_no_retry_mends() -> None:
+async def test_more_tokens_than_requested_are_a_failure_without_a_retry() -> None:
     record = await play(Script(say("x" * 20)), OneTurn, sampling={"max_tokens": 10})
     assert failure_of(record) == ("policy", "too-many-tokens", False)
 
 
-async def test_on_truncation_an_observation_that_does_not_fit_the_context_is_left_out() -> None:
+async def test_on_truncation_an_observation_that_does_not_fit_into_the_context_is_omitted() -> None:
     class Floods(OneTurn):
         def step(self, action: str) -> Any:
             return "z" * 5000, 0.0, False, True, {}
@@ -173,7 +175,7 @@ async def test_a_failure_of_the_policy_ends_the_attempt_with_the_turn_named() ->
     assert len(record.segments[0].turns) == 1
 
 
-async def test_a_bad_sample_of_an_in_process_policy_is_a_failure_too() -> None:
+async def test_an_invalid_sample_of_an_in_process_policy_is_a_failure() -> None:
     bad = say("x")
     bad = type(bad)(token_ids=[65, 300], logprobs=bad.logprobs, finish_reason="stop", versions=bad.versions)
     assert failure_of(await play(Script(bad), OneTurn))[:2] == ("policy", "token-out-of-range")
@@ -220,7 +222,7 @@ async def test_a_policy_that_does_not_answer_in_time_is_a_failure() -> None:
 
 
 class Blocks(OneTurn):
-    """Its step waits until the test lets it go."""
+    """An environment whose step waits until the test releases it."""
 
     blocking = True
     gate: ClassVar[threading.Event]
@@ -284,7 +286,7 @@ async def test_a_coroutine_environment_is_awaited_within_its_deadline() -> None:
     assert failure_of(record) == ("environment", "environment-timeout", True)
 
 
-async def test_a_coroutine_that_comes_too_late_is_closed(gate: threading.Event) -> None:
+async def test_a_coroutine_returned_after_the_deadline_is_closed(gate: threading.Event) -> None:
     async def never() -> Any:
         raise AssertionError
 
@@ -308,7 +310,7 @@ async def test_a_timeout_that_the_environment_raises_itself_is_its_own_error() -
     assert failure_of(await play(Script(say("x")), raising(TimeoutError("db"), "step")))[1] == "step-raised"
 
 
-async def test_a_call_that_came_back_too_late_is_a_failure_as_well() -> None:
+async def test_a_call_that_returns_after_its_deadline_is_a_failure() -> None:
     clock = Clock()
 
     class Late(OneTurn):
@@ -319,7 +321,7 @@ async def test_a_call_that_came_back_too_late_is_a_failure_as_well() -> None:
     assert failure_of(await play(Script(say("x")), Late, clock=clock))[1] == "environment-timeout"
 
 
-async def test_an_environment_failure_is_a_failure_also_from_reset() -> None:
+async def test_an_environment_failure_in_reset_is_recorded() -> None:
     error = EnvironmentFailure("No data.", kind="no-data", retryable=True)
     record = await play(Script(say("x")), raising(error, "reset"))
     assert failure_of(record) == ("environment", "no-data", True)

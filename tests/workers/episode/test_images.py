@@ -119,7 +119,7 @@ async def test_g12_prompts_have_the_recorded_lengths_and_oversized_ones_are_neve
     assert segment.turns[-1].truncated
 
 
-async def test_g12_an_image_that_turns_out_too_large_truncates_the_episode() -> None:
+async def test_g12_an_image_whose_tokens_exceed_the_context_truncates_the_episode() -> None:
     record = await play(VisionEngine(64, 500), Album([1, 2]), max_context_tokens=300)
     assert (record.status, record.stop_reason) == ("truncated", "max_tokens")
     assert len(record.segments[0].turns) == 1

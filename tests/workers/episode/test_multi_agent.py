@@ -1,4 +1,4 @@
-"""One attempt with several agents."""
+"""Attempts with several agents."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def failed_with(record: Trajectory) -> str:
     return record.failure.kind
 
 
-async def test_agents_act_in_turn_each_with_a_segment_of_its_own() -> None:
+async def test_agents_act_in_turn_each_with_its_own_segment() -> None:
     moves = [
         move({"ann": 0.0}, {"bob": "ann moved"}),
         move({"bob": 0.0}, {"ann": "bob moved"}),
@@ -98,7 +98,7 @@ async def test_a_reward_for_an_agent_that_never_acted_is_named_not_lost() -> Non
     assert record.infos[-1]["rewards_without_turn"] == {"bob": 2.0}
 
 
-async def test_a_frozen_opponent_is_no_row_and_has_its_own_policy_and_temperature() -> None:
+async def test_a_frozen_opponent_is_not_a_row_and_has_its_own_policy_and_temperature() -> None:
     policy = Script(say("x"))
     agents = {"bob": {"train": False, "base": "old", "temperature": 0.0}}
     moves = [move({"ann": 0.0}), move({"bob": 0.0, "ann": 1.0}, over=True)]
@@ -118,7 +118,7 @@ async def test_the_end_without_a_flag_is_an_end_by_the_environment() -> None:
     assert (record.status, record.segments[0].turns[0].terminated) == ("finished", True)
 
 
-async def test_where_all_are_cut_off_the_episode_is_truncated_and_each_sees_its_last_observation() -> None:
+async def test_if_all_agents_are_truncated_so_is_the_episode_and_each_gets_its_last_observation() -> None:
     moves = [move({"ann": 0.0}), move({"bob": 0.0}, {"ann": "a!", "bob": "b!"}, cut=True)]
     record = await play(Script(say("x")), lambda: Table(*moves))
     validate(record)
@@ -149,7 +149,7 @@ async def test_an_agent_that_has_ended_may_not_act_again() -> None:
     assert failed_with(record) == "agent-has-ended"
 
 
-async def test_a_table_where_nobody_acts_is_a_failure() -> None:
+async def test_an_environment_whose_agents_never_act_is_a_failure() -> None:
     class Empty(Table):
         def next_agent(self) -> str | None:
             return None
@@ -157,7 +157,7 @@ async def test_a_table_where_nobody_acts_is_a_failure() -> None:
     assert failed_with(await play(Script(say("x")), Empty)) == "ended-before-start"
 
 
-async def test_an_agent_that_was_only_cut_off_stays_so_in_an_episode_that_is_finished() -> None:
+async def test_an_agent_that_was_truncated_stays_truncated_in_a_finished_episode() -> None:
     moves = [
         ({}, {"ann": 0.0}, {"ann": True}, {}, {}),
         ({}, {"bob": 0.0}, {}, {"bob": True}, {}),
@@ -173,7 +173,7 @@ async def test_where_only_agents_without_a_turn_terminated_the_episode_is_trunca
     assert (record.status, record.stop_reason) == ("truncated", "environment_truncated")
 
 
-async def test_agents_in_the_spec_of_which_the_environment_has_none_are_a_failure() -> None:
+async def test_agents_of_the_spec_that_are_all_unknown_to_the_environment_are_a_failure() -> None:
     policy = Script(say("x"))
     agents = {"frozen": {"train": False}}
     record = await play(policy, lambda: Table(move({"ann": 1.0}, over=True)), policy={"agents": agents})
@@ -186,7 +186,7 @@ async def test_agents_in_the_spec_of_which_the_environment_has_none_are_a_failur
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-async def test_next_agent_is_asked_within_the_guard_and_on_the_thread_of_the_step(blocking: bool) -> None:
+async def test_next_agent_is_called_on_the_thread_of_the_step_within_its_deadline(blocking: bool) -> None:
     threads: list[str] = []
 
     class Asks(Table):
@@ -204,7 +204,7 @@ async def test_next_agent_is_asked_within_the_guard_and_on_the_thread_of_the_ste
     assert threads[1] == ("environment" if blocking else threading.main_thread().name)
 
 
-async def test_next_agent_is_asked_after_a_step_that_is_awaited() -> None:
+async def test_next_agent_is_called_after_an_awaited_step() -> None:
     class Awaited(Table):
         async def step(self, action: str) -> Any:
             return super().step(action)

@@ -1,4 +1,4 @@
-"""What the environment shows is stored as it was shown, whatever becomes of its objects after."""
+"""Observations are stored as they were returned, even if the environment changes its objects later."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _seen(record: Trajectory) -> list[str]:
     return ["".join(part.text for part in content) for content in observations if isinstance(content, list)]
 
 
-async def test_G19_objects_that_the_environment_uses_again_do_not_change_what_was_stored() -> None:  # noqa: N802
+async def test_G19_objects_that_the_environment_reuses_do_not_change_stored_values() -> None:  # noqa: N802
     record = await play(Script(say("x")), _g19_reused())
     validate(record)
     assert _seen(record) == ["", "a", "ab", "abc"]
@@ -153,7 +153,7 @@ async def test_an_image_without_a_text_is_refused_where_the_policy_reads_text_on
     assert len(record.segments[0].turns) == len(assets) == 1
 
 
-async def test_an_image_that_the_policy_cannot_be_asked_about_is_left_out_of_a_truncated_row() -> None:
+async def test_an_image_that_no_engine_has_processed_is_omitted_from_a_truncated_row() -> None:
     record, _ = await play_with_assets(Script(say("x")), _g19_buffer(""), limits={"max_turns": 1})
     assert record.status == "truncated"
     assert len(record.segments[0].token_ids) == record.segments[0].turns[-1].end

@@ -1,4 +1,4 @@
-"""One attempt of an episode, with a single agent."""
+"""Attempts of an episode with a single agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.workers.fakes import FIRST, Clock, OneTurn, Script, Turns, assignment
 from tests.workers.models import STRIPS_THINKING, make_model
 
 
-async def test_a_finished_episode_holds_exact_tokens_rewards_messages_and_infos() -> None:
+async def test_a_finished_episode_has_exact_tokens_rewards_messages_and_infos() -> None:
     policy = Script(say("a"), say("bc", end=False))
     record = await play(policy, lambda: Turns(last=2))
     validate(record)
@@ -87,7 +87,7 @@ async def test_the_first_prompt_may_be_over_long_already() -> None:
     assert (record.status, record.stop_reason, record.segments) == ("truncated", "max_tokens", [])
 
 
-async def test_a_prompt_that_is_too_long_for_the_engine_is_a_truncation_as_well() -> None:
+async def test_a_prompt_too_long_for_the_engine_truncates_the_episode() -> None:
     overflow = PolicyFailure("Too long.", kind="context-overflow", retryable=False)
     record = await play(Script(say("x"), overflow), lambda: Turns(last=9))
     validate(record)
@@ -97,7 +97,7 @@ async def test_a_prompt_that_is_too_long_for_the_engine_is_a_truncation_as_well(
     assert turn.end == len(record.segments[0].token_ids)  # what did not fit was never asked about
 
 
-async def test_a_prompt_that_cannot_extend_what_stands_starts_a_new_segment(tmp_path: Path) -> None:
+async def test_a_prompt_that_cannot_extend_the_segment_starts_a_new_one(tmp_path: Path) -> None:
     model = make_model(tmp_path, STRIPS_THINKING)
     tokenizer = load_tokenizer(str(model))
 
@@ -144,7 +144,7 @@ async def test_tools_that_the_reset_lists_are_in_the_prompt() -> None:
     assert failure_of(broken) == ("environment", "tools-type", False)
 
 
-async def test_sampled_tokens_are_capped_by_the_room_in_the_context() -> None:
+async def test_sampled_tokens_are_limited_by_the_room_in_the_context() -> None:
     policy = Script(say("x"))
     await play(policy, OneTurn, limits={"max_context_tokens": 24}, sampling={"max_tokens": 512})
     assert policy.requests[0].max_tokens == 24 - len(policy.requests[0].prompt)
@@ -208,7 +208,7 @@ async def test_the_seed_of_a_turn_follows_from_the_episode_and_the_turn() -> Non
     assert turn_seed(7, 0) == 6717824153675289882  # the same on every worker and in every release
 
 
-async def test_each_turn_has_a_request_id_of_its_own() -> None:
+async def test_each_turn_has_its_own_request_id() -> None:
     policy = Script(say("x"))
     await play(policy, Turns, asked=assignment(attempt=4))
     assert [request.id for request in policy.requests] == [f"{assignment().episode}-4-{turn}" for turn in range(3)]
@@ -238,7 +238,7 @@ async def test_a_turn_that_the_pinned_version_did_not_answer_ends_the_episode_ca
     assert pinned.status == "finished"
 
 
-async def test_version_runs_join_over_turns_and_take_the_prompt_in() -> None:
+async def test_version_runs_are_joined_over_turns_and_include_the_prompt() -> None:
     answers = [
         say("a"),
         say("b", versions=[VersionRun(1, 0, 1), VersionRun(2, 0, 2)]),
@@ -252,7 +252,7 @@ async def test_version_runs_join_over_turns_and_take_the_prompt_in() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 261), min_size=1, max_size=6), min_size=1, max_size=5))
-async def test_whatever_is_sampled_each_prompt_extends_the_tokens_before_it(turns: list[list[int]]) -> None:
+async def test_each_prompt_extends_the_tokens_before_it_for_any_sample(turns: list[list[int]]) -> None:
     def sample(ids: list[int]) -> Any:
         base = say("x" * (len(ids) - 1))
         return type(base)(token_ids=ids, logprobs=base.logprobs, finish_reason="stop", versions=base.versions)

@@ -41,7 +41,7 @@ def following(engine: Engine, *versions: str) -> ServedPolicies:
 
 
 @pytest.mark.parametrize(("version", "model"), [("0.7", "run/math@0.7"), ("0.0", "tiny")])
-async def test_a_trained_adapter_is_asked_for_by_its_version_there_and_before_the_first_one_the_base_is(
+async def test_a_trained_adapter_is_requested_in_the_servers_version_and_before_the_first_one_the_base(
     version: str, model: str
 ) -> None:
     async with serving(fine) as engine:
@@ -55,7 +55,7 @@ async def test_a_trained_adapter_is_asked_for_by_its_version_there_and_before_th
 
 
 @pytest.mark.parametrize("request_", [TRAINED, FROZEN], ids=["trained", "frozen"])
-async def test_an_adapter_that_a_server_does_not_have_is_asked_for_again_and_then_fails_for_another_try(
+async def test_a_missing_adapter_is_requested_again_and_then_a_retryable_failure(
     request_: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_module, "BACKOFF_S", 0.001)
@@ -81,13 +81,13 @@ async def test_without_a_word_from_the_orchestrator_no_version_of_an_adapter_is_
     assert (caught.value.kind, engine.bodies) == ("adapter-not-loaded", [])
 
 
-def test_names_of_several_servers_are_not_asked_themselves() -> None:
+def test_dns_names_of_several_servers_get_no_requests() -> None:
     pool = ManagedPool("run", ["dns+http://vllm:8000", "http://127.0.0.1:1"], Clock())
     pool.mark_unreachable()
     assert list(pool.addresses()) == ["http://127.0.0.1:1"]
 
 
-def test_agents_are_played_by_the_trained_adapter_by_frozen_ones_or_by_what_they_name() -> None:
+def test_agents_use_the_trained_adapter_a_frozen_one_or_their_own_model() -> None:
     server = "http://127.0.0.1:1"
     policy = {
         "endpoints": [server],

@@ -35,7 +35,7 @@ def text_alone(engine: Engine, body: dict[str, Any]) -> Any:
     return completion(None, None, text="Hello!")
 
 
-async def test_a_chat_server_is_asked_with_messages_and_says_what_prompt_it_made_of_them() -> None:
+async def test_a_chat_server_gets_messages_and_returns_the_prompt_that_it_rendered() -> None:
     async with serving(with_ids, chat=True) as engine, client(engine) as policy:
         sample = await policy.sample(ASKED)
     (body,) = engine.bodies
@@ -55,7 +55,7 @@ async def test_for_training_a_chat_server_must_give_the_ids_of_prompt_and_answer
     assert (caught.value.kind, caught.value.retryable) == ("no-token-ids", False)
 
 
-async def test_for_an_evaluation_text_will_do_also_from_a_server_that_names_no_version() -> None:
+async def test_an_evaluation_accepts_text_also_from_a_server_that_reports_no_version() -> None:
     async with serving(text_alone, chat=True) as engine, client(engine) as policy:
         engine.version = 404
         sample = await policy.sample(msgspec.structs.replace(ASKED, accepts_text=True))
@@ -85,7 +85,7 @@ class Rendering:
         return Sample(token_ids=[65, END], logprobs=[-0.5] * 2, finish_reason="stop", versions=versions, prompt=seen)
 
 
-async def test_the_prompt_that_the_server_saw_is_what_is_recorded() -> None:
+async def test_the_prompt_that_the_server_reports_is_recorded() -> None:
     policy = Rendering()
     record = await play(policy, Turns)
     (segment,) = record.segments
@@ -96,7 +96,7 @@ async def test_the_prompt_that_the_server_saw_is_what_is_recorded() -> None:
     assert said == [("user", "obs 0"), ("assistant", "A"), ("user", "obs 1")]
 
 
-async def test_a_prompt_that_does_not_extend_what_stands_starts_a_new_segment() -> None:
+async def test_a_prompt_that_does_not_extend_the_segment_starts_a_new_one() -> None:
     record = await play(Rendering(forgets=True), Turns)
     assert len(record.segments) == 3
     assert [segment.token_ids.tolist() for segment in record.segments[1:]] == [[BOS, 9, 7, 65, END]] * 2
@@ -107,7 +107,7 @@ def says(request: SampleRequest) -> Sample:
     return Sample(token_ids=[], logprobs=[], finish_reason="stop", versions=[], text="Aye")
 
 
-async def test_what_was_encoded_from_a_text_is_marked_and_a_record_of_an_evaluation_only() -> None:
+async def test_ids_encoded_from_text_are_marked_and_valid_only_in_an_evaluation() -> None:
     policy = type("Text", (), {"sample": staticmethod(says)})()
     record = await play(policy, Turns, asked=assignment(evaluation="ev", pinned_version="0.7"))
     (segment,) = record.segments

@@ -27,7 +27,7 @@ def interrupted(engine: Engine, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("generate", [False, True])
-async def test_an_interrupted_turn_goes_on_from_its_exact_tokens_on_the_new_weights(generate: bool) -> None:
+async def test_an_interrupted_turn_continues_from_its_exact_tokens_with_the_new_weights(generate: bool) -> None:
     async with serving(interrupted, generate=generate) as engine, client(engine) as policy:
         sample = await policy.sample(REQUEST)
     first, second = engine.bodies
@@ -42,7 +42,7 @@ async def test_an_interrupted_turn_goes_on_from_its_exact_tokens_on_the_new_weig
     assert (sample.continued, sample.finish_reason) == ([2], "stop")
 
 
-async def test_with_restart_the_turn_is_sampled_again_whole() -> None:
+async def test_with_restart_the_whole_turn_is_sampled_again() -> None:
     async with serving(interrupted) as engine, client(engine) as policy:
         sample = await policy.sample(msgspec.structs.replace(REQUEST, policy_spec=PolicySpec(interrupted="restart")))
     assert [body["prompt"] for body in engine.bodies] == [REQUEST.prompt, REQUEST.prompt]
@@ -50,7 +50,7 @@ async def test_with_restart_the_turn_is_sampled_again_whole() -> None:
     assert sample.continued == ()
 
 
-async def test_a_grammar_cannot_go_on_in_the_middle_so_such_a_turn_is_sampled_again() -> None:
+async def test_an_interrupted_turn_with_a_grammar_is_sampled_again_from_its_start() -> None:
     request = msgspec.structs.replace(REQUEST, sampling_spec=SamplingSpec(structured_outputs={"regex": "[ab]+"}))
     async with serving(interrupted) as engine, client(engine) as policy:
         sample = await policy.sample(request)

@@ -49,13 +49,13 @@ async def test_every_token_has_its_logprob_and_the_first_has_0() -> None:
 
 
 @pytest.mark.parametrize("bad", [reply("x", status=500), reply("<html>"), reply('{"choices": [{"text": ""}]}')])
-async def test_what_one_server_cannot_say_another_is_asked_for_under_an_id_of_its_own(bad: Any) -> None:
+async def test_scores_that_one_server_cannot_return_are_requested_from_another_under_a_new_id(bad: Any) -> None:
     async with scorers(bad, scores) as (engines, policies):
         assert await ask(engines, policies) == [0.0, -6.0, -7.0]
     assert [engine.request_ids for engine in engines] == [["e-1-ref-0-1"], ["e-1-ref-0-2"]]
 
 
-async def test_scores_that_new_weights_spoil_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scores_interrupted_by_new_weights_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.0)
 
     def once(engine: Engine, body: dict[str, Any]) -> Any:
@@ -67,7 +67,7 @@ async def test_scores_that_new_weights_spoil_are_asked_for_again(monkeypatch: py
     assert len(set(engines[0].request_ids)) == 2
 
 
-async def test_when_no_server_says_them_the_failure_is_raised() -> None:
+async def test_if_no_server_returns_scores_the_failure_is_raised() -> None:
     async with scorers(reply("x", status=500)) as (engines, policies):
         with pytest.raises(PolicyFailure) as caught:
             await ask(engines, policies)

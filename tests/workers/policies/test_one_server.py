@@ -119,13 +119,13 @@ def raw(fifth: str, ids: str = IDS) -> str:
         (raw("-1.0", ids="[1, 2, 3, 4, 999, 6, 7, 8, 9, 10]"), "token-out-of-range"),
     ],
 )
-async def test_G09_each_bad_answer_has_a_kind_of_its_own(body: str, kind: str) -> None:  # noqa: N802
+async def test_G09_each_bad_answer_has_its_own_kind(body: str, kind: str) -> None:  # noqa: N802
     error = await failure(reply(body))
     assert (error.layer, error.kind, error.retryable) == ("policy", kind, True)
     assert "position 4" in str(error) or kind.startswith("logprobs-too")
 
 
-async def test_G09_a_500_about_floats_has_a_kind_of_its_own_and_quotes_the_body() -> None:  # noqa: N802
+async def test_G09_a_500_about_floats_has_its_own_kind_and_quotes_the_body() -> None:  # noqa: N802
     error = await failure(reply('{"error": {"message": "Out of range float values"}}', status=500))
     assert (error.kind, error.retryable) == ("logprob-unwritable", True)
     assert "Out of range float values" in str(error)
@@ -148,7 +148,7 @@ async def test_G09_zeros_are_accepted() -> None:  # noqa: N802
         (lambda engine, body: completion([], []), "empty-sample", True),
     ],
 )
-async def test_each_way_to_fail_has_a_kind_and_says_whether_another_try_could_help(
+async def test_each_cause_of_failure_has_its_own_kind_and_tells_whether_another_try_could_help(
     answer: Any, kind: str, retryable: bool
 ) -> None:
     error = await failure(answer)
@@ -201,7 +201,7 @@ async def test_a_refused_connection_is_tried_a_bounded_number_of_times(monkeypat
     assert (caught.value.kind, caught.value.retryable) == ("connection-refused", True)
 
 
-async def test_G10_each_try_has_an_id_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
+async def test_G10_each_try_has_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
     monkeypatch.setattr(module, "BACKOFF_S", 0.001)
 
     def lose_two(engine: Engine, body: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ async def test_a_call_is_bracketed_by_the_versions_before_and_after_it_and_the_l
     assert engine.weight_questions == 3  # the second call's "before" was confirmed by the first one's "after"
 
 
-async def test_an_old_confirmation_is_asked_for_again() -> None:
+async def test_an_old_confirmation_is_requested_again() -> None:
     clock = Clock()
     async with serving(fine) as engine, client(engine, clock) as policy:
         await policy.sample(REQUEST)
@@ -257,7 +257,7 @@ async def test_calls_that_end_together_share_one_question() -> None:
     assert engine.weight_questions <= 1 + 4
 
 
-async def test_versions_in_the_answer_are_used_by_position_and_no_question_is_asked_any_more() -> None:
+async def test_versions_in_the_answer_are_used_by_position_without_further_confirmations() -> None:
     spans = [{"version": "0.3", "start": 0, "end": 1}, {"version": "0.4", "start": 1, "end": 2}]
 
     def answer(engine: Engine, body: dict[str, Any]) -> Any:
@@ -292,7 +292,7 @@ async def test_a_version_that_cannot_be_read_is_a_failure(version: Any) -> None:
 
 
 @pytest.mark.parametrize(("named", "again"), [("0.7 -> 0.8", True), ("latest", False)], ids=["a load", "a word"])
-async def test_what_was_sampled_in_a_load_that_broke_off_may_be_tried_again(named: str, again: bool) -> None:
+async def test_a_sample_during_a_failed_load_may_be_tried_again(named: str, again: bool) -> None:
     spans = [{"version": named, "start": 0, "end": 2}]
     error = await failure(lambda engine, body: completion([66, 261], [-0.5, -0.5], weight_versions=spans))
     assert (error.kind, error.retryable) == ("unknown-version", again)
@@ -300,7 +300,7 @@ async def test_what_was_sampled_in_a_load_that_broke_off_may_be_tried_again(name
 
 @pytest.mark.parametrize("carried", [True, False], ids=["in the answer", "asked for"])
 @pytest.mark.parametrize(("named", "whose"), [("mine@0.1", "its own"), ("0.1", "nobody's"), ("other@0.1", "another's")])
-async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_runs_version(
+async def test_a_sample_by_weights_of_another_run_is_a_failure_never_this_runs_version(
     named: str, whose: str, carried: bool
 ) -> None:
     spans = {"weight_versions": [{"version": named, "start": 0, "end": 2}]} if carried else {}
@@ -320,7 +320,7 @@ async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_r
             await policies.close()
 
 
-async def test_without_an_endpoint_there_is_no_policy() -> None:
+async def test_without_an_endpoint_a_policy_is_a_failure() -> None:
     policies = ServedPolicies(default_endpoints=[], clock=Clock())
     with pytest.raises(PolicyFailure) as caught:
         policies.at([])
@@ -333,7 +333,7 @@ async def test_proxy_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     await sampled(fine)
 
 
-async def test_what_is_no_address_is_a_failure_that_says_so() -> None:
+async def test_an_invalid_address_is_a_failure_with_the_reason() -> None:
     policies = ServedPolicies(default_endpoints=["127.0.0.1:8000"], clock=Clock())
     with pytest.raises(PolicyFailure, match="not the address of a server") as caught:
         await policies.at([]).sample(REQUEST)

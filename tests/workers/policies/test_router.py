@@ -30,7 +30,7 @@ def suspend(router: ServerRouter, address: str) -> None:
     router.failed(address, "nobody listens", at_once=True)
 
 
-def test_the_server_with_the_fewest_open_requests_takes_the_first_request_of_a_group() -> None:
+def test_the_server_with_the_fewest_open_requests_gets_the_first_request_of_a_group() -> None:
     router = ServerRouter(Clock())
     for address in (A, A, B):
         router.sent(address)
@@ -53,7 +53,7 @@ def test_an_episode_leaves_a_server_that_has_more_than_its_share() -> None:
     assert choose(router, "e1") != home
 
 
-def test_workers_agree_where_a_group_goes_when_all_servers_are_as_busy() -> None:
+def test_workers_choose_the_same_server_for_a_group_if_all_are_equally_busy() -> None:
     groups = [f"g{number}" for number in range(30)]
     first, second = ServerRouter(Clock()), ServerRouter(Clock())
     chosen = [choose(first, group, group) for group in groups]
@@ -61,7 +61,7 @@ def test_workers_agree_where_a_group_goes_when_all_servers_are_as_busy() -> None
     assert set(chosen) == set(POOL)
 
 
-def test_a_server_is_put_out_after_failures_in_a_row_and_not_for_single_ones() -> None:
+def test_a_server_is_suspended_after_several_failures_in_a_row_and_not_after_single_ones() -> None:
     router = ServerRouter(Clock())
     for _ in range(FAILURES_IN_A_ROW - 1):
         router.sent(A)
@@ -76,7 +76,7 @@ def test_a_server_is_put_out_after_failures_in_a_row_and_not_for_single_ones() -
     assert router.server(A).reason == "500"
 
 
-def test_a_server_that_is_out_is_probed_later_each_time_and_returns_on_probation() -> None:
+def test_a_server_is_suspended_for_longer_each_time_and_again_after_one_failure() -> None:
     clock = Clock()
     router = ServerRouter(clock)
     suspend(router, A)
@@ -95,7 +95,7 @@ def test_a_server_that_is_out_is_probed_later_each_time_and_returns_on_probation
     assert router.server(A).suspensions == 3
 
 
-def test_a_server_that_answers_is_in_whatever_it_did_before() -> None:
+def test_a_suspended_server_returns_when_a_request_succeeds() -> None:
     router = ServerRouter(Clock())
     router.sent(A)
     suspend(router, A)
@@ -104,7 +104,7 @@ def test_a_server_that_answers_is_in_whatever_it_did_before() -> None:
     assert router.server(A).suspensions == 0
 
 
-def test_when_all_are_out_the_one_that_returns_soonest_is_asked() -> None:
+def test_if_all_are_suspended_the_one_whose_suspension_ends_first_is_used() -> None:
     clock = Clock()
     router = ServerRouter(clock)
     for address in (B, A, C):
@@ -117,7 +117,7 @@ def test_an_empty_pool_has_no_server() -> None:
     assert choose(ServerRouter(Clock()), pool=[]) is None
 
 
-def test_a_server_that_left_is_forgotten_once_nothing_is_open_there() -> None:
+def test_a_removed_server_is_forgotten_once_it_has_no_open_request() -> None:
     router = ServerRouter(Clock())
     router.sent(A)
     router.server(B)
@@ -136,7 +136,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(EVENTS)
-def test_no_choice_is_out_or_has_more_than_its_share_and_affinity_is_kept_where_it_can_be(
+def test_every_choice_is_available_and_within_its_share_and_keeps_affinity_if_possible(
     events: list[tuple[str, int]],
 ) -> None:
     clock = Clock()

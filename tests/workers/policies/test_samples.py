@@ -58,13 +58,13 @@ def test_an_empty_sample_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ends", [[], [1], [3], [2, 2], [1, 3]])
-def test_version_runs_cover_the_sample_whole_in_order(ends: list[int]) -> None:
+def test_version_runs_cover_the_whole_sample_in_order(ends: list[int]) -> None:
     with pytest.raises(PolicyFailure) as caught:
         check_sample(_sample([1, 2], [-1.0, -1.0], [VersionRun(end, 0, 0) for end in ends]), 262, 1000)
     assert caught.value.kind == "versions-do-not-cover"
 
 
 @given(st.lists(st.floats(max_value=0.0, width=32, allow_nan=False, allow_infinity=False), min_size=1))
-def test_every_finite_logprob_up_to_zero_is_taken(logprobs: list[float]) -> None:
+def test_every_finite_logprob_up_to_zero_is_accepted(logprobs: list[float]) -> None:
     check_sample(_sample([1] * len(logprobs), logprobs), 262, 1000)
     check_sample(_sample([1] * len(logprobs), np.array(logprobs, np.float32)), 262, 1000)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One policy behind several servers, over real HTTP: what fails at one is tried at another."""
+"""Policies with several servers, over real HTTP: a turn that fails at one is retried at another."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ G09 = {
 
 
 @pytest.mark.parametrize("name", G09)
-async def test_G09_a_bad_answer_is_tried_at_another_server_and_never_there_again(name: str) -> None:  # noqa: N802
+async def test_G09_after_a_bad_answer_the_request_goes_to_another_server(name: str) -> None:  # noqa: N802
     async with several(G09[name], fine) as (engines, policy, policies):
         sample = await policy.sample(REQUEST)
         assert sample.token_ids == [66, 261]
@@ -83,7 +83,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.
     assert (caught.value.kind, caught.value.retryable) == ("unreadable-response", True)
 
 
-async def test_what_fails_everywhere_is_a_failure_of_the_last_kind() -> None:
+async def test_a_turn_that_fails_at_every_server_has_the_last_failure() -> None:
     async with several(reply("x", status=500), reply(raw("NaN"))) as (engines, policy, _):
         with pytest.raises(PolicyFailure) as caught:
             await policy.sample(REQUEST)
@@ -101,7 +101,7 @@ async def test_a_request_that_no_server_can_take_is_sent_to_one_only() -> None:
         assert policies.stats()[f"policy_failures {engines[0].url}"] == 0
 
 
-async def test_a_model_that_one_server_lacks_is_asked_for_at_another_and_the_hint_lists_what_there_is() -> None:
+async def test_a_model_that_one_server_lacks_is_requested_from_another_and_the_hint_lists_the_models() -> None:
     unknown = reply('{"error": {"message": "The model `tiny` does not exist.", "param": "model"}}', status=404)
     async with several(unknown, fine) as (engines, policy, _):
         assert (await policy.sample(REQUEST)).token_ids == [66, 261]
@@ -113,7 +113,7 @@ async def test_a_model_that_one_server_lacks_is_asked_for_at_another_and_the_hin
     assert "llama, qwen" in caught.value.hint
 
 
-async def test_a_server_that_is_gone_gets_nothing_while_another_one_is_in() -> None:
+async def test_a_server_that_cannot_be_reached_gets_no_requests_while_another_is_available() -> None:
     async with several(fine, fine) as (engines, _, policies):
         policy = policies.at(["http://127.0.0.1:1", engines[0].url])
         policies.router.sent(engines[0].url)  # so that the other one is chosen first
@@ -122,7 +122,7 @@ async def test_a_server_that_is_gone_gets_nothing_while_another_one_is_in() -> N
         assert not policies.router.is_available("http://127.0.0.1:1")
 
 
-async def test_a_rate_limit_is_waited_out_where_there_is_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_at_a_rate_limit_the_only_server_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_module, "BACKOFF_S", 0.001)
 
     def busy(engine: Engine, body: dict[str, Any]) -> Any:
@@ -142,7 +142,7 @@ async def test_a_rate_limit_that_lasts_is_named_at_the_deadline(monkeypatch: pyt
     assert (caught.value.kind, caught.value.retryable) == ("rate-limited", True)
 
 
-async def test_a_prompt_that_fills_the_context_is_an_overflow_and_max_tokens_is_what_fits() -> None:
+async def test_a_prompt_that_fills_the_context_is_an_overflow_and_max_tokens_is_reduced_to_the_context() -> None:
     async with several(fine) as (engines, policy, _):
         engines[0].models = [{"id": "tiny", "max_model_len": 12}]
         await policy.sample(REQUEST)
@@ -202,7 +202,7 @@ async def kept(
 
 
 @pytest.mark.parametrize("state", ["syncing", "draining", "ejected"])
-async def test_a_server_that_the_orchestrator_does_not_call_serving_gets_nothing_new(
+async def test_servers_that_are_paused_drained_or_ejected_get_no_new_requests(
     state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
@@ -228,12 +228,12 @@ async def test_a_server_that_joins_or_leaves_a_run_is_heard_of() -> None:
         assert list((await waits).servers) == [engines[0].url]
 
 
-async def test_without_the_orchestrator_the_servers_of_the_spec_are_asked() -> None:
+async def test_while_the_orchestrator_is_unavailable_the_servers_of_the_spec_are_used() -> None:
     async with kept(Orchestrator(), fine) as (engines, policy), asyncio.timeout(10):
         assert list((await policy.sample(REQUEST)).servers) == [engines[0].url]
 
 
-async def test_when_no_server_takes_a_turn_in_time_the_failure_says_why() -> None:
+async def test_if_no_server_is_available_in_time_the_failure_has_the_reason() -> None:
     orchestrator = Orchestrator()
     async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
         orchestrator.tell(1, PolicyServerStatus(address=engines[0].url, state="ejected", reason="missed version 0.8"))
@@ -296,7 +296,7 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
     assert (sample.paused_s, sample.waiting_s) == (100.0, 100.0)
 
 
-async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_that_starts_while_all_servers_are_paused_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = DeadlineChecks(monkeypatch)
     clock, orchestrator = Clock(), Orchestrator()
     async with kept(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
@@ -314,7 +314,7 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
     assert (sample.paused_s, sample.waiting_s) == (50.0, 50.0)
 
 
-async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once() -> None:
+async def test_a_pause_that_a_restarted_orchestrator_counts_again_is_counted_once() -> None:
     clock = Clock()
     pool = ManagedPool("r", [], clock)
     pool.update(
@@ -339,7 +339,7 @@ async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once
     assert pool.paused_s("a") == 8.0
 
 
-async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
+async def test_a_pause_without_an_update_for_a_while_counts_as_ended() -> None:
     clock = Clock()
     pool = ManagedPool("r", [], clock)
     pool.update(PolicyServersReply(epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing")]))
@@ -350,7 +350,7 @@ async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
     assert (pool.paused_s("a"), pool.all_paused_s()) == (STALE_S, STALE_S + 1)
 
 
-async def test_a_server_that_is_out_comes_back_when_it_answers_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_server_returns_when_it_answers_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching_module, "INTERVAL_S", 0.005)
     monkeypatch.setattr(router_module, "FIRST_SUSPENSION_S", 0.0)
     monkeypatch.setattr(router_module, "LONGEST_SUSPENSION_S", 0.0)
@@ -371,7 +371,7 @@ async def test_a_server_that_is_out_comes_back_when_it_answers_a_probe(monkeypat
             policies.router.sent(engines[1].url)  # until the other one has more than its share
 
 
-async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_requests_of_a_silent_server_that_fails_its_probes_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching_module, "INTERVAL_S", 0.005)
     monkeypatch.setattr(watching_module, "SILENT_S", -1.0)
 
@@ -386,8 +386,10 @@ async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monke
         assert not policies.router.is_available(engines[0].url)
 
 
-async def test_a_server_that_is_ejected_is_given_up_once_another_one_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its load failed, and it holds back what it was asked until it holds weights that somebody knows."""
+async def test_open_requests_of_an_ejected_server_move_once_another_one_is_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server whose load failed, and which delays requests until it has known weights."""
     monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
     asked = asyncio.Event()
 

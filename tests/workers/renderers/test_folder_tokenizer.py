@@ -1,4 +1,4 @@
-"""Tokenizers of model folders, and the errors when one cannot be loaded."""
+"""Tokenizers of model folders, and the failures of those that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -225,6 +225,6 @@ def test_a_template_that_keeps_a_plain_answer_unchanged_keeps_one_segment(name: 
     assert len(track.segments()) == (3 if name in NEVER_EXTENDS else 1)
 
 
-def test_tools_are_shown_to_the_bytes_renderer_as_json_too() -> None:
+def test_the_bytes_renderer_has_the_tools_as_json() -> None:
     text = bytes(id_ for id_ in BytesRenderer().start([], TOOLS).new_ids if id_ < 256)
     assert json.loads(text) == TOOLS

@@ -52,7 +52,7 @@ def test_a_prompt_is_the_templates_text_with_the_generation_prompt(chatml: Rende
     )
 
 
-def test_the_bridge_is_what_the_template_puts_after_a_sampled_turn(chatml: Rendered) -> None:
+def test_the_bridge_is_the_templates_text_after_a_sampled_turn(chatml: Rendered) -> None:
     shown = "\n<|im_start|>user\nAnd 東京?<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.bridge("Four.<|im_end|>") == shown
     assert chatml.bridge("<think>\nhm</think>Four.<|im_end|>") == shown
@@ -71,7 +71,7 @@ def test_a_turn_that_ended_with_another_stop_token_keeps_it_and_gets_the_templat
     assert bridge.startswith("<|im_end|>\n<|im_start|>user")
 
 
-def test_half_a_character_is_kept_as_sampled(chatml: Rendered) -> None:
+def test_a_partial_character_is_stored_as_sampled(chatml: Rendered) -> None:
     half = chatml.tokenizer.encode("🙂")[:1]
     standing = chatml.standing(half)
     prompt = chatml.renderer.extend(standing, [NEXT])

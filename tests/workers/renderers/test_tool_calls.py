@@ -55,7 +55,7 @@ def test_an_action_equals_its_text(text: str) -> None:
     assert parse_action(text, "<think>\n") == text
 
 
-def test_a_family_parses_calls_by_its_own_rules_and_text_cut_at_a_stop_string_as_given(tmp_path: Path) -> None:
+def test_a_family_parses_calls_by_its_own_rules_also_in_text_cut_at_a_stop_string(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(make_model(tmp_path)))
     renderer = FamilyRenderer("qwen3", tokenizer)
     said = f"<think>\nhm\n</think>\n\nI add.\n{CALL}"
@@ -107,5 +107,5 @@ async def test_any_other_environment_gets_plain_text() -> None:
     assert (await play(Script(say(CALL)), lambda: Plain(last=1))).status == "finished"
 
 
-def test_the_conformance_check_gives_actions_to_an_environment_that_reads_calls() -> None:
+def test_the_conformance_check_passes_parsed_actions_to_an_environment_that_reads_calls() -> None:
     assert check_environment(Calculator, actions=["hello"], max_steps=2) == []

@@ -1,4 +1,4 @@
-"""A tiny policy server in a process of its own, honest at the start of each test."""
+"""A tiny policy server in a separate process, without faults at the start of each test."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Prompts as a worker would send them."""
+"""Prompts in the form in which a worker sends them."""
 
 from collections.abc import Sequence
 

@@ -155,7 +155,7 @@ def test_a_kill_at_any_point_trains_no_batch_twice_and_loses_none(service, tmp_p
         assert np.array_equal(service.policy.weights, expected)
 
 
-def test_a_restart_gives_a_policy_server_that_lost_its_weights_the_ones_of_the_checkpoint(service, tmp_path):
+def test_after_a_restart_a_policy_server_that_lost_its_weights_gets_those_of_the_checkpoint(service, tmp_path):
     expected, _ = undisturbed(service, tmp_path / "c.npz")
     service.policy.load(neutral_weights(), Version(0, 0))
     assert list(learner.train(service, "run", "policy", VERSIONS, tmp_path / "c.npz")) == []
@@ -163,7 +163,7 @@ def test_a_restart_gives_a_policy_server_that_lost_its_weights_the_ones_of_the_c
     assert np.array_equal(service.policy.weights, expected)
 
 
-def test_it_learns_to_guess_and_the_control_changes_nothing(service):
+def test_the_learner_learns_to_guess_and_the_control_does_not(service):
     service.episodes = 32
     steps = list(learner.train(service, "run", "policy", 25))
     assert [step["version"] for step in steps] == [f"0.{n}" for n in range(1, 26)]
@@ -186,7 +186,7 @@ def test_weights_travel_over_http_unchanged(server):
         learner.load(server, neutral)
 
 
-def test_the_checkpoint_reads_back_and_is_replaced_in_one_step(tmp_path):
+def test_a_checkpoint_can_be_read_and_is_replaced_atomically(tmp_path):
     state = learner.State(np.arange(4.0), Version(1, 2), "batch-9")
     learner._write(tmp_path / "c.npz", learner.State(np.zeros(4), Version(0, 0), ""))
     learner._write(tmp_path / "c.npz", state)

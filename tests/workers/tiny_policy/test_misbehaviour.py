@@ -1,4 +1,4 @@
-"""Each mode of the double does what its name says; the worker's own client names each lie (G09, G11)."""
+"""Each fault setting causes only the fault that it names; the worker's own client reports each lie (G09, G11)."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def faults(count: int, **settings) -> list:
     return [misbehaving.next_fault() for _ in range(count)]
 
 
-def test_left_alone_the_server_is_honest():
+def test_without_settings_the_answers_are_correct():
     assert {(fault.fail, fault.wait_s, fault.lie) for fault in faults(20)} == {(False, 0.0, "")}
 
 
@@ -41,7 +41,7 @@ def test_lies_begin_after_honest_answers_and_end():
     assert [fault.lie for fault in faults(4, lie="bad-id", lie_times=1, fail_every=2)] == ["bad-id", "", "", ""]
 
 
-def test_new_settings_replace_the_old_ones_whole_and_start_their_counts_afresh():
+def test_new_settings_replace_all_old_ones_and_restart_their_counts():
     misbehaving = FaultInjector(FaultSettings(fail_next=1))
     misbehaving.next_fault()
     misbehaving.set(FaultSettings(fail_next=1))
@@ -50,7 +50,7 @@ def test_new_settings_replace_the_old_ones_whole_and_start_their_counts_afresh()
     assert misbehaving.next_fault() == (False, 1.0, "")
 
 
-def test_a_lie_that_nobody_knows_is_refused():
+def test_an_unknown_lie_is_refused():
     with pytest.raises(InvalidRequest, match="nan-logprob"):
         FaultInjector(FaultSettings(lie="white"))
 
@@ -134,14 +134,14 @@ async def test_a_stop_string_ends_the_text_but_not_the_token_ids(api, lie, max_t
     assert choice["finish_reason"] == finish
 
 
-async def test_it_fails_with_the_status_it_was_told(api):
+async def test_a_failure_has_the_configured_status(api):
     await api.misbehave(fail_next=1, fail_status=503)
     status, body = await api.complete(GUESSING)
     assert (status, body["error"]["code"]) == (503, 503)
     assert (await api.complete(GUESSING))[0] == 200
 
 
-async def test_it_stalls_and_then_answers(api):
+async def test_a_stalled_request_is_answered_later(api):
     await api.misbehave(stall_next=1, stall_s=60)
     stalled = asyncio.create_task(api.complete(GUESSING))
     await api.until_running(1)
@@ -173,11 +173,11 @@ KINDS = {
     "other-prompt": "prompt-changed",
     "stop-overrun-short-logprobs": "logprobs-too-few",
 }
-"""What the worker's client calls each lie that it can see. The others are true, or need a second source."""
+"""Failure kinds of the lies that the worker's client detects. The others are true, or need a second source."""
 
 
 @pytest.mark.parametrize("lie", ["", *LIES])
-async def test_the_workers_client_tells_the_lies_apart(api, lie):
+async def test_the_workers_client_reports_each_lie_by_its_own_kind(api, lie):
     await api.misbehave(lie=lie, reply="7</a>\n\nX" if lie.startswith("stop-overrun") else None)
     policies = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     request = SampleRequest(
@@ -203,7 +203,7 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
     assert kind == KINDS.get(lie)
 
 
-def test_a_script_is_said_turn_by_turn_and_its_last_line_from_then_on():
+def test_the_answers_of_a_script_are_given_turn_by_turn_and_the_last_one_repeats():
     told = FaultSettings(script=["one", "two"], reply="never")
     first = [BOS, USER, 104, END, ASSISTANT]
     second = [*first, 111, END, USER, 104, END, ASSISTANT]

@@ -60,7 +60,7 @@ def test_an_answers_tokens_sum_to_its_log_probability(name):
         assert math.fsum(made.logprobs) == pytest.approx(Model(weights).log_prob(prompt, made.token_ids), abs=1e-12)
 
 
-def test_a_byte_that_nothing_else_could_follow_is_forced_and_has_log_probability_exactly_0():
+def test_a_byte_without_an_alternative_is_forced_and_has_log_probability_exactly_0():
     made = WeightedAnswers(choice_for(Guess(30, 39)), random_weights(1)).sample(
         SamplerSettings(max_tokens=64), np.random.default_rng(0)
     )

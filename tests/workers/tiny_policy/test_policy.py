@@ -1,4 +1,4 @@
-"""The policy object and its in-process form."""
+"""The policy object and the in-process policy."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tests.workers.tiny_policy import prompts
 SAMPLING = SamplerSettings(max_tokens=64)
 
 
-def test_the_same_seed_and_the_same_prompt_give_the_same_answer_whatever_else_was_asked():
+def test_the_same_seed_and_prompt_give_the_same_answer_independent_of_other_requests():
     one, other = TinyPolicy(seed=1), TinyPolicy(seed=2)
     other.generate(prompts.UNKNOWN, SAMPLING)
     for seed in range(20):
@@ -62,7 +62,7 @@ def test_new_weights_come_with_their_version_and_replace_the_old_ones_in_one_ste
     assert (after[0].text, version) == ("\\boxed{25}", Version(0, 1))
 
 
-def test_weights_that_do_not_fit_change_nothing():
+def test_weights_of_the_wrong_size_change_nothing():
     policy = TinyPolicy()
     with pytest.raises(InvalidRequest):
         policy.load(np.full(SIZE, np.nan), Version(0, 1))
@@ -86,7 +86,7 @@ def request(prompt: list[int], seed: int) -> SampleRequest:
     )
 
 
-async def test_the_in_process_form_answers_as_the_policy_does():
+async def test_the_in_process_policy_gives_the_same_answers():
     local = load_in_process_policy("headrace_workers.tiny_policy.in_process:factory")
     sample = await local.sample(request(prompts.guessing(), seed=4))
     check_sample(sample, VOCAB_SIZE, 64)
@@ -97,7 +97,7 @@ async def test_the_in_process_form_answers_as_the_policy_does():
     assert sample.versions[0].version == version
 
 
-async def test_the_in_process_form_refuses_ids_outside_the_vocabulary():
+async def test_the_in_process_policy_refuses_ids_outside_the_vocabulary():
     local = load_in_process_policy("headrace_workers.tiny_policy.in_process:factory")
     with pytest.raises(PolicyFailure) as caught:
         await local.sample(request([VOCAB_SIZE], seed=0))

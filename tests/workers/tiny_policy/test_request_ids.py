@@ -1,4 +1,4 @@
-"""Field case G10: no two live requests share an id, an abandoned one ends at the engine, a late answer is discarded."""
+"""Field case G10: live requests have different ids, an abandoned one ends at the engine, a late answer is discarded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REQUEST = SampleRequest(
     vocab_size=VOCAB_SIZE,
 )
 STALLS = {"stall_next": 1, "stall_s": 60.0}
-"""The first try does not answer in any time that a test has."""
+"""Delay of the first try, longer than any test."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def attempt(number: int, **changes: object) -> SampleRequest:
 
 
 @pytest.mark.parametrize("engine_notices", [True, False])
-async def test_G10_a_turn_that_timed_out_is_sampled_again_by_one_try_alone(  # noqa: N802
+async def test_G10_a_turn_that_timed_out_is_sampled_again_by_only_one_try(  # noqa: N802
     api: Api, policies: ServedPolicies, engine_notices: bool
 ) -> None:
     policy = policies.at([])
@@ -61,7 +61,7 @@ async def test_G10_a_turn_that_timed_out_is_sampled_again_by_one_try_alone(  # n
     await api.until_running(0)
 
 
-async def test_G10_cancelled_between_two_tries_nothing_is_left_at_the_engine(  # noqa: N802
+async def test_G10_a_cancellation_between_two_tries_leaves_no_request_at_the_engine(  # noqa: N802
     api: Api, policies: ServedPolicies
 ) -> None:
     policy = policies.at([])
@@ -77,7 +77,7 @@ async def test_G10_cancelled_between_two_tries_nothing_is_left_at_the_engine(  #
     await api.until_running(0)
 
 
-async def test_G10_two_workers_with_attempts_of_one_episode_never_meet_under_one_id(  # noqa: N802
+async def test_G10_two_workers_with_attempts_of_one_episode_never_use_the_same_id(  # noqa: N802
     api: Api, policies: ServedPolicies
 ) -> None:
     await api.misbehave(stall_next=4, stall_s=0.3)
@@ -92,7 +92,7 @@ async def test_G10_two_workers_with_attempts_of_one_episode_never_meet_under_one
     assert first.token_ids == second.token_ids  # both were answered; neither "already running"
 
 
-async def test_G10_of_four_members_that_ask_alike_the_end_of_one_is_the_end_of_that_one(  # noqa: N802
+async def test_G10_aborting_one_of_four_equal_requests_does_not_abort_the_others(  # noqa: N802
     api: Api, policies: ServedPolicies
 ) -> None:
     policy = policies.at([])

@@ -118,7 +118,9 @@ def test_ids_text_and_log_probabilities_end_together(seed, max_tokens, stop, sto
         (SamplerSettings(max_tokens=9, stop_token_ids=[60]), b"7<", "7", "stop", 60),
     ],
 )
-def test_text_leaves_out_a_stop_token_and_a_stop_string_with_all_after_it(sampling, ids, text, finish, stop):
+def test_the_text_does_not_include_the_end_of_turn_token_a_stop_token_or_a_stop_string(
+    sampling, ids, text, finish, stop
+):
     said = [*b"7</a>\n\nX", END]
     made = end_generation(said, [0.0] * len(said), sampling)
     assert made == (list(ids), [0.0] * len(ids), text, finish, stop)

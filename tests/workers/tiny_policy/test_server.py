@@ -44,7 +44,7 @@ async def test_completions_take_prompt_token_ids_and_give_token_ids_log_probabil
     }
 
 
-async def test_the_generate_route_says_the_same_in_its_own_shape(api):
+async def test_the_generate_route_returns_the_same_in_its_own_format(api):
     _, answer = await api.complete(GUESSING, seed=5, stop_token_ids=[END])
     completion = answer["choices"][0]
     sampling = {"max_tokens": 64, "seed": 5, "stop_token_ids": [END], "logprobs": 0}
@@ -73,7 +73,7 @@ async def test_tokens_and_offsets_spell_the_text(api):
     assert choice["stop_reason"] is None
 
 
-async def test_ids_and_log_probabilities_come_only_when_asked_for(api):
+async def test_ids_and_log_probabilities_are_returned_only_on_request(api):
     _, answer = await api.complete(GUESSING, logprobs=None, return_token_ids=None)
     choice = answer["choices"][0]
     assert (choice["logprobs"], choice["token_ids"], choice["prompt_token_ids"]) == (None, None, None)
@@ -88,7 +88,7 @@ async def test_the_first_of_n_answers_is_the_answer_of_that_seed_and_a_seed_repe
     assert (await api.complete(GUESSING, n=4, seed=7))[1]["choices"] == four["choices"]
 
 
-async def test_max_tokens_and_stop_strings_cut_ids_and_text_alike(api):
+async def test_max_tokens_and_stop_strings_end_ids_and_text_together(api):
     _, short = await api.complete(GUESSING, seed=7, max_tokens=3)
     assert short["choices"][0]["text"] == "\\bo"
     assert short["choices"][0]["token_ids"] == [*b"\\bo"]
@@ -129,7 +129,7 @@ async def test_an_unknown_route_and_an_unreadable_body_are_errors(api):
         assert response.status == 400
 
 
-async def test_weights_are_replaced_whole_and_only_then_their_version_is_confirmed(api):
+async def test_all_weights_are_replaced_and_only_then_their_version_is_confirmed(api):
     assert await api.get("/weight_info") == (200, {"weight_version": "0.0"})
     weights = np.random.default_rng(0).normal(size=SIZE)
     assert await load(api, weights, "0.1") == (200, {"weight_version": "0.1"})
@@ -150,14 +150,14 @@ async def test_weights_are_replaced_whole_and_only_then_their_version_is_confirm
         await load(api, neutral_weights(), "0.0")
 
 
-async def test_the_server_says_who_it_is(api):
+async def test_the_server_reports_its_version_and_model(api):
     assert (await api.get("/health"))[0] == 200
     assert "version" in (await api.get("/version"))[1]
     models = (await api.get("/v1/models"))[1]
     assert [model["id"] for model in models["data"]] == ["policy"]
 
 
-async def test_a_client_that_goes_away_ends_its_request(api):
+async def test_a_client_that_disconnects_ends_its_request(api):
     await api.misbehave(slow_s=60)
     asking = asyncio.create_task(api.complete(GUESSING))
     await api.until_running(1)
@@ -166,7 +166,7 @@ async def test_a_client_that_goes_away_ends_its_request(api):
     await api.until_running(0)
 
 
-async def test_an_engine_that_notices_nothing_keeps_generating(api):
+async def test_an_engine_that_does_not_notice_a_disconnected_client_continues_to_generate(api):
     await api.misbehave(slow_s=0.5, keep_generating=True)
     asking = asyncio.create_task(api.complete(GUESSING))
     await api.until_running(1)
@@ -211,7 +211,7 @@ async def test_flags_set_how_it_misbehaves_from_the_start():
         await process.wait()
 
 
-def test_a_port_in_use_is_said_plainly(server):
+def test_a_port_in_use_is_reported_in_one_line(server):
     port = server.rsplit(":", 1)[1]
     done = subprocess.run([*COMMAND[:-1], port], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -44,7 +44,7 @@ def test_the_same_hints_give_the_same_situation():
     assert read_situation(prompt_text(one)) == read_situation(prompt_text(other))
 
 
-def test_situations_of_different_kinds_are_never_equal_whatever_their_numbers():
+def test_situations_of_different_kinds_are_never_equal():
     assert Guess(1, 9) != Sum(1, 9)
     assert OtherArithmetic() != UNKNOWN
 

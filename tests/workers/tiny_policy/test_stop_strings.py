@@ -44,7 +44,7 @@ async def play(api: Any, actions: list[str], *, max_tokens: int = 64) -> Traject
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_g11_what_is_stored_is_what_was_sampled_and_the_environment_gets_the_text_up_to_the_stop(api, variant):
+async def test_g11_all_sampled_ids_are_stored_and_the_environment_gets_the_text_up_to_the_stop(api, variant):
     reply, lie, max_tokens, stored, said = VARIANTS[variant]
     await api.misbehave(reply=reply, lie=lie)
     actions: list[str] = []

@@ -33,7 +33,7 @@ async def test_pauses_double_up_to_a_limit_and_retries_are_unlimited() -> None:
     assert slept.pauses_s[-1] == LAST_S
 
 
-async def test_pauses_have_random_jitter_between_a_half_and_the_whole() -> None:
+async def test_pauses_have_random_jitter_of_up_to_a_half() -> None:
     slept = Slept()
     await Backoff(sleep=slept, random_share=lambda: 0.0).pause(AWAY)
     assert slept.pauses_s == [FIRST_S / 2]
@@ -82,7 +82,7 @@ async def test_refused_heartbeats_slow_down_and_an_answered_one_resets_the_inter
     assert await beating._beat() == RETRY_S
 
 
-async def test_refused_heartbeats_come_often_enough_for_the_held_leases() -> None:
+async def test_refused_heartbeats_are_repeated_often_enough_for_the_held_leases() -> None:
     beating = heartbeat(Answering(Unauthorized("Nobody knows this token.")))
     beating.add_term(6.0)
     assert max([await beating._beat() for _ in range(12)]) == 2.0

@@ -58,7 +58,7 @@ async def test_missing_images_are_sent_once_before_the_records_that_refer_to_the
     assert sorted(stub.sent_assets) == sorted(NAMES)
 
 
-async def test_images_that_the_orchestrator_has_dropped_meanwhile_are_sent_again() -> None:
+async def test_images_that_the_orchestrator_has_dropped_are_sent_again() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.assets = dict.fromkeys(NAMES, b"there")
@@ -69,7 +69,7 @@ async def test_images_that_the_orchestrator_has_dropped_meanwhile_are_sent_again
     assert stub.sent_assets == NAMES[:1]
 
 
-async def test_an_outage_between_images_and_record_loses_nothing() -> None:
+async def test_an_outage_between_images_and_record_loses_no_record() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.takes_records = False

@@ -192,7 +192,7 @@ async def test_a_cancel_with_a_record_ends_in_a_cancelled_record() -> None:
     assert (record.status, record.failure and record.failure.message) == ("cancelled", "stale")
 
 
-async def test_a_cancel_without_a_record_frees_the_slot_and_submits_nothing() -> None:
+async def test_a_cancel_without_a_record_frees_the_slot_and_submits_no_record() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         async with working(stub, Waits, slots=1):
@@ -280,7 +280,7 @@ async def test_an_answered_record_leaves_the_spool(verdict: messages.SubmitVerdi
     assert len(stub.records) == 1
 
 
-async def test_a_body_that_is_refused_as_a_whole_is_sent_again_record_by_record() -> None:
+async def test_the_records_of_a_refused_body_are_sent_again_one_by_one() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(8)
         stub.refused_body = InvalidRequest("too odd")
