@@ -30,13 +30,13 @@ from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.scheduler.commands import versions
 from headrace_orchestrator.scheduler.commands.batches import ack
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches.bodies import ServedBatch
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_segment
 from tests.chaos.model import Batch, Model
+from tests.orchestrator.scheduler.durable_values import durable_values
 from tests.orchestrator.serving import record_for, submission, whole
 
 T = TypeVar("T")

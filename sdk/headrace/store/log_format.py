@@ -99,15 +99,6 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True):
     opened_ms: int
     sealed_ms: int
 
-    def count(self, kind: FrameType) -> int:
-        """Number of frames of that type."""
-        return len(self.places.get(kind, b"")) // _PLACE_BYTES
-
-    def offsets(self, kind: FrameType) -> list[int]:
-        """Offsets of the frames of that type in the file, in bytes, ascending."""
-        places = array("I", self.places.get(kind, b""))
-        return [place * ALIGNMENT for place in places]
-
 
 class Frame(NamedTuple):
     """A complete frame. ``offset`` and ``size`` are in bytes and include both copies; ``checksum`` is the payload's.
@@ -297,7 +288,6 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
-_PLACE_BYTES = array("I").itemsize
 _format_decoder = msgspec.msgpack.Decoder(_Format)
 _head_decoder = msgspec.msgpack.Decoder(FileHead)
 _encoder = msgspec.msgpack.Encoder()

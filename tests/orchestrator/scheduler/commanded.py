@@ -26,9 +26,9 @@ from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redel
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.queries import views
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
-from headrace_orchestrator.scheduler.queries.invariants import check_invariants
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
+from tests.orchestrator.scheduler.durable_values import durable_values
+from tests.orchestrator.scheduler.invariants import check_invariants
 
 
 class CommandedScheduler(Scheduler):

@@ -23,12 +23,12 @@ from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service.fsck.findings import FsckFinding
 from headrace_orchestrator.service.fsck.fsck import LogCheck, check
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
 from tests.orchestrator.buffer.test_projection import rows
+from tests.orchestrator.scheduler.durable_values import durable_values
 from tests.orchestrator.serving import orchestrator, record_for, submission
 
 TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER)

@@ -28,7 +28,6 @@ from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches.bodies import ServedBatch
 from headrace_orchestrator.service.storage.replay import replay
@@ -36,6 +35,7 @@ from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.settings import Settings
 from tests.orchestrator.buffer.test_log import Disk, flip
 from tests.orchestrator.buffer.test_projection import rows
+from tests.orchestrator.scheduler.durable_values import durable_values
 from tests.orchestrator.serving import record_for, submission, until, whole
 
 FILE_BYTES = 6000

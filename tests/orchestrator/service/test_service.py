@@ -26,7 +26,6 @@ from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.commands import runs
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, RunCreated, WorkerDraining
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import bodies
 from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, Write, events_of
@@ -34,6 +33,7 @@ from headrace_orchestrator.service.storage.record_events import event_of, record
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
+from tests.orchestrator.scheduler.durable_values import durable_values
 from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
 
 

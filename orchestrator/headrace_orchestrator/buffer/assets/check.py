@@ -22,10 +22,6 @@ class AssetReport(NamedTuple):
     missing: list[str]
     unreferenced: list[str]
 
-    @property
-    def is_sound(self) -> bool:
-        return not self.damaged and not self.missing
-
 
 def check_assets(
     folder: Path, referenced: Set[str], on_progress: Callable[[int], None] = lambda size_bytes: None

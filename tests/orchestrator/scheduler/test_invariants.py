@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_orchestrator.scheduler.queries.invariants import check_invariants
 from tests.orchestrator.scheduler.harness import Harness
+from tests.orchestrator.scheduler.invariants import check_invariants
 from tests.orchestrator.scheduler.scenarios import busy_harness
 
 
