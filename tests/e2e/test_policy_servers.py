@@ -230,7 +230,7 @@ def test_G10_a_worker_that_was_frozen_repeats_its_request_under_an_id_of_its_own
     workers[1].start()
     batch = deployment.client.pull("frozen", timeout_s=60)
     assert [trajectory.attempt for trajectory in batch.trajectories] == [2]
-    workers[0].send(signal.SIGCONT)  # its first try has timed out by its own clock, or goes on; it may ask again
+    workers[0].send(signal.SIGCONT)  # its first try has timed out by its own clock, or continues; it may send another
     wait_for("nothing is left at the engine", lambda: running(deployment.faulty) == 0)
     assert "already running" not in workers[0].tail(1000) + workers[1].tail(1000)
     assert len(list(deployment.client.trajectories("frozen"))) == 1

@@ -178,7 +178,7 @@ class TaskQuarantined(Event, frozen=True, kw_only=True):
 
 
 class BatchFormed(Event, frozen=True, kw_only=True):
-    """A batch is frozen. Stored as the batch head's own frame. ``filtered``: the pull asked for some kinds only."""
+    """A batch is frozen. Stored as the batch head's own frame. ``filtered``: the pull asked only for some kinds."""
 
     run: str
     batch: str

@@ -64,7 +64,7 @@ class Histories(RuleBasedStateMachine):
     @rule(asset=ASSETS)
     def ask(self, asset: AssetData) -> None:
         missing = self.assets.claim([asset.name])
-        assert not (missing and asset.name in self.kept), "what is kept is asked for again"
+        assert not (missing and asset.name in self.kept), "a kept asset is reported as missing"
         if not missing:
             self.keep(asset)
 

@@ -97,7 +97,7 @@ def test_a_process_that_runs_out_of_a_resource_does_not_call_a_record_damaged(
     assert files.read(1, 0, 7) == b"payload"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told what to forget")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can drop files from the page cache")
 def test_the_content_of_a_file_can_be_dropped_from_the_page_cache_and_can_still_be_read(tmp_path: Path) -> None:
     payload = os.urandom(1 << 20)
     make_file(tmp_path, 1, payload)

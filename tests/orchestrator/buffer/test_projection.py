@@ -183,16 +183,16 @@ def test_a_damaged_last_id_does_not_make_stored_ids_look_new(tmp_path: Path):
     projection = SqliteProjection(file, "log")
     projection.write([row(1), row(2)], 5)
     projection.close()
-    whole, anew = file.read_bytes(), 0
+    whole, rebuilds = file.read_bytes(), 0
     for match in re.finditer(re.escape(ids[1].encode()), whole):  # in the row and in the index
         file.write_bytes(whole)
         flip(file, match.end() - 1)
         projection = SqliteProjection(file, "log")
-        is_anew = projection.cursor == 0
-        assert is_anew or looked_up_for(projection, ids[1])
-        anew += is_anew
+        is_rebuilt = projection.cursor == 0
+        assert is_rebuilt or looked_up_for(projection, ids[1])
+        rebuilds += is_rebuilt
         projection.close()
-    assert anew == 1
+    assert rebuilds == 1
 
 
 def looked_up_for(projection: SqliteProjection, id: str) -> list[str]:

@@ -30,7 +30,7 @@ def test_one_process_resizes_it_and_writes_and_another_one_maps_it(memory: Share
     other.close()
 
 
-def test_it_grows_to_what_its_content_needs_and_shrinks_to_its_minimum_size_at_the_next_use(
+def test_it_grows_to_the_size_of_its_content_and_shrinks_to_its_minimum_size_at_the_next_use(
     memory: SharedMemory,
 ):
     for needed, taken in ((1, 1), (MIN_BYTES, 1), (MIN_BYTES + 1, 2), (5 * MIN_BYTES, 5), (0, 1)):

@@ -104,7 +104,7 @@ def _check_group(run: Run, group: Group) -> None:
     _require(len({e.id for e in group.members}) == len(group.members), f"a member is listed twice: {context}")
     if group.state == "retired":
         _require(live > 0, f"it should be forgotten: {context}")
-        _require(not members["queued"] and not members["leased"], f"members of a retired group go on: {context}")
+        _require(not members["queued"] and not members["leased"], f"members of a retired group continue: {context}")
         return
     _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {context}")
     _require(group.usable == usable, f"it counts {group.usable} usable members: {context}")

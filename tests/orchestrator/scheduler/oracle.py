@@ -75,10 +75,10 @@ class RunEvents:
 
 
 def batch_faults(
-    run: RunEvents, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: messages.PullRequest
+    run: RunEvents, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], request: messages.PullRequest
 ) -> list[str]:
     """Faults of a batch of these groups and trajectories."""
-    found = [f"{id} is there twice" for id, count in Counter(id for id, _ in groups).items() if count > 1]
+    found = [f"{id} is in it twice" for id, count in Counter(id for id, _ in groups).items() if count > 1]
     in_batches = {id for ids in run.batches.values() for id in ids}
     path = run.path()
     for id, trajectories in groups:
@@ -99,10 +99,10 @@ def batch_faults(
                 found.append(f"{id} has a row of {version} and is stale")
         if spec.short_groups == "drop" and len(usable) < len(admitted.members):
             found.append(f"{id} is short")
-        if admitted.evaluation or (asked.groups is not None and id not in asked.groups):
-            found.append(f"{id} was not asked for")
-        if asked.environments and admitted.task.environment not in asked.environments:
+        if admitted.evaluation or (request.groups is not None and id not in request.groups):
+            found.append(f"{id} was not requested")
+        if request.environments and admitted.task.environment not in request.environments:
             found.append(f"{id} is of {admitted.task.environment}")
-        if not set(asked.tags) <= set(admitted.task.tags):
+        if not set(request.tags) <= set(admitted.task.tags):
             found.append(f"{id} has tags {admitted.task.tags}")
     return found

@@ -1,7 +1,7 @@
 """Credit after crashes: a restarted scheduler admits no more than one that never crashed.
 
-AReaL's rule: what is admitted is at most ``(max_staleness + 1)`` batches ahead of what retired. Systems that count anew
-after a recovery submit a burst there.
+AReaL's rule: admitted groups are at most ``(max_staleness + 1)`` batches ahead of retired ones. Systems that restart
+the count after a recovery submit a burst there.
 """
 
 from __future__ import annotations

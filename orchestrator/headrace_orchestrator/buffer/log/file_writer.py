@@ -131,7 +131,7 @@ class LogFileWriter:
             end, count = end + written, count + frame_count
         sync(self._descriptor)
         self._require_file()
-        self._require_owned()  # a new owner does not read what is appended after its start
+        self._require_owned()  # a new owner does not read data that is appended after its start
         self.total_bytes += end - self.durable_bytes
         self.durable_bytes = end
         return count

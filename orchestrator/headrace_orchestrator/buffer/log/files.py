@@ -1,12 +1,12 @@
-"""Files of a log: reading what is in them, and deleting old ones.
+"""Files of a log: reads of their frames, and deletion of old ones.
 
 * Every read is checked against its checksum.
 * A file may be deleted while a thread reads from it: that read ends as it would have.
 * The content of a file can be dropped from the kernel's page cache; it can still be read.
 * Few files are held open, however many there are; a process that runs out of a resource does not call a record damaged.
 
-Sealed files never change, so another store, such as an object store, could hold them: ``LogFiles`` is what it would
-have to offer, and ``LocalLogFiles`` is the one implementation. Appending is not part of it: one process appends to one
+Sealed files never change, so another store, such as an object store, could hold them: ``LogFiles`` is the interface
+that it would need, ``LocalLogFiles`` the only implementation. Appending is not part of it: one process appends to one
 local file, and its durability is the log writer's promise.
 """
 

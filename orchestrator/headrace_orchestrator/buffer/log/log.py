@@ -204,7 +204,7 @@ class Log:
             raise CorruptRecord(
                 f"The log in {self._directory} cannot be opened: the files before {self._numbers[0]:08d}.log were "
                 "deleted, and no control state behind them can be read.",
-                hint="Put a backup in its place (`headrace restore`). `headrace export` reads what is still there.",
+                hint="Put a backup in its place (`headrace restore`). `headrace export` reads the remaining data.",
             )
 
     @property

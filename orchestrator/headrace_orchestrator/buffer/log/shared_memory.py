@@ -1,6 +1,6 @@
 """Memory that two processes of one machine share: the orchestrator hands frames to the log writer in it.
 
-* It grows to what its content needs, and shrinks to its minimum size at the next use.
+* It grows to the size of its content, and shrinks to its minimum size at the next use.
 * It is reused from its beginning: memory that was used a moment ago costs a fraction of fresh memory.
 
 Linux only: it needs ``memfd_create``.

@@ -2,9 +2,9 @@
 
 * Frames are copied to the process through shared memory; short messages go through a socket.
 * The process writes one part of a long batch while the next is copied.
-* It ends with the orchestrator, however that ends, and nobody can take the data directory before it has ended.
+* It ends with the orchestrator, however that ends, and no process can take the data directory before it has ended.
 * If it ends while it has no batch, or during one, the log gets the reason and stops.
-* Signals that end an orchestrator do not end it: it still has to write what the orchestrator sends.
+* Signals that end an orchestrator do not end it: it still has to write the frames that the orchestrator sends.
 
 ``python -m`` of this module is that process.
 """

@@ -20,7 +20,7 @@ class LogWriterThread:
     """A log writer in a thread of this process."""
 
     def __init__(self, directory: Path, require_owned: Callable[[], None] = lambda: None) -> None:
-        self.on_end: Callable[[str], None] = lambda reason: None  # a thread does not end by itself
+        self.on_end: Callable[[str], None] = lambda reason: None  # a thread does not end unexpectedly
         self._writer = LogFileWriter(directory, require_owned)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
 

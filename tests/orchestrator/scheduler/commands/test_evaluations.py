@@ -74,7 +74,7 @@ def test_episodes_that_are_not_over_at_the_deadline_are_cancelled(harness):
     harness.advance(30.0)
     report = harness.core.evaluation("r", evaluation, harness.now)
     assert (report.wanted, report.done, report.finished) == (12, 0, True)
-    assert len(report.episodes) == len(running), "what was never dispatched leaves no line"
+    assert len(report.episodes) == len(running), "an episode that was never dispatched leaves no line"
     assert [event.reason for event in harness.events_of(events.EvaluationEnded)] == ["deadline"]
 
 

@@ -119,7 +119,7 @@ def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_history(ha
     assert "environment/crashed: It raised." in quarantined.history[0]
     assert "dropped at worker w" in quarantined.history[1]
     assert harness.ends(second.episode) == ["failed"], "it was dispatched before"
-    assert len(harness.events_of(events.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
+    assert len(harness.events_of(events.EpisodeEnded)) == 2, "an episode that was never dispatched leaves no record"
     assert harness.retired() == {first.group: "failed"}
     assert harness.status().quarantined == 1
     harness.holding["w"] = {}

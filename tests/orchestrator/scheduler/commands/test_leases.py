@@ -90,7 +90,7 @@ def test_a_draining_worker_gets_nothing_new(harness):
     assert harness.heartbeat().drain
     harness.holding["w"] = {}
     harness.lease_reply(4)
-    assert harness.events_of(events.AttemptEnded)[0].counts is False, "what never reached it is queued again"
+    assert harness.events_of(events.AttemptEnded)[0].counts is False, "an attempt that never reached it is queued again"
 
 
 # Leases -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_it_gets_exactly_the_batches_that_its_earlier_sessions_leased_and_never_
     assert [batch.generation for batch in again] == [2, 2]
     harness.ack(again[0])
     harness.ack(other)
-    assert harness.resume("new").batches == [again[1].id], "what was acked meanwhile is left out"
+    assert harness.resume("new").batches == [again[1].id], "a batch that was acked meanwhile is left out"
     assert harness.batch("new").id not in {batch.id for batch in (*held, other)}
 
 

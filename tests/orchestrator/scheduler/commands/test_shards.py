@@ -103,7 +103,7 @@ def test_a_rank_that_requests_a_batch_that_is_over_gets_an_error(harness, end):
     with pytest.raises(BatchSuperseded, match=end_text):
         harness.pull(request="1", shard=1, shards=2)
     assert harness.settle() == []
-    if end == "nacked":  # all ranks go on with their next pull
+    if end == "nacked":  # all ranks continue with their next pull
         assert {batch.id for batch in pull_all_shards(harness, "2", 2)} == {first.id}
 
 

@@ -18,7 +18,7 @@ from headrace.runspec import EnvironmentSpec, RunSpec
 from headrace.trajectory import Task
 
 _SEED_BITS = 31
-"""Environment seeds fit what every generator takes, NumPy's legacy one and C's included."""
+"""Environment seeds fit every generator, NumPy's legacy one and C's included."""
 
 _SAMPLING_BITS = 53
 """Sampling seeds fit a JSON number that every reader keeps exact."""

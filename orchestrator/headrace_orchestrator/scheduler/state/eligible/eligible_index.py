@@ -70,7 +70,7 @@ class EligibleIndex:
             tree.add(group.dispatch_order, self._weight_of(group))
 
     def update_versions(self, versions: Versions) -> None:
-        """Sort the trees anew after a change of the current version: a rewind may bring some back within bound."""
+        """Sort the trees again after a change of the current version: a rewind may bring some back within bound."""
         trees = self._in_bound | self._out_of_bound
         outside = {key for key in trees if versions.bound_violation(key[1], self._bound)}
         self._in_bound = {key: tree for key, tree in trees.items() if key not in outside}
