@@ -165,24 +165,18 @@ async def read_body(receive: Receive, declared: str, limit: int) -> bytes:
     """Read the whole body. Raises RequestTooLarge above ``limit`` bytes, ClientDisconnected if it never ends."""
     if declared.isdecimal() and int(declared) > limit:
         raise too_large(limit)
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnected
-    if not message.get("more_body"):
-        if len(body) > limit:
-            raise too_large(limit)
-        return body
-    parts, size = [body], len(body)
-    while message.get("more_body"):
+    parts: list[bytes] = []
+    size_bytes, more = 0, True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
+        size_bytes += len(parts[-1])
+        if size_bytes > limit:
             raise too_large(limit)
-    return b"".join(parts)
+        more = message.get("more_body", False)
+    return b"".join(parts)  # does not copy a single part
 
 
 def too_large(limit: int) -> RequestTooLarge:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from headrace.wire.messages import LeaseRequest
 from headrace_orchestrator.scheduler.events import (
@@ -118,8 +119,6 @@ class WaitQueues:
 
     def wake_all(self) -> None:
         """Wake all waiters."""
-        for queues in (self._runs, self._pulls, self._policy_servers):
-            for queue in queues.values():
-                queue.wake_all()
-        for queue in self._workers.values():
+        queues = (self._runs, self._pulls, self._policy_servers, self._workers)
+        for queue in chain.from_iterable(group.values() for group in queues):
             queue.wake_all()

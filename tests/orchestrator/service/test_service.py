@@ -17,21 +17,25 @@ import pytest
 
 from headrace.batch.batch import Batch
 from headrace.common.ids import new_id
+from headrace.errors import StoreError
 from headrace.runspec import RunSpec
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
+from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import log as log_module
 from headrace_orchestrator.buffer.log.log import LocatedFrame, Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
-from headrace_orchestrator.scheduler.commands import runs
+from headrace_orchestrator.scheduler.commands import leases, runs
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, RunCreated, WorkerDraining
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import bodies
 from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, Write, events_of
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
+from headrace_orchestrator.settings import Settings
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 from tests.orchestrator.scheduler.durable_values import durable_values
 from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
@@ -220,6 +224,31 @@ async def test_a_timer_for_the_schedulers_next_deadline_lets_time_pass(api: Api)
     assert first.episode not in {a.episode for a in others}
     regranted = await api.lease("worker-3", free=1, wait_s=30)
     assert regranted[0].attempt == 2
+
+
+async def test_no_time_passes_while_the_disk_refuses_writes(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = DataDirectory.claim(data_dir)
+    service = Service(Settings(data=data_dir), directory)
+    await service.start()
+    try:
+        shell = service.require_stored().shell
+        await service.create_run({"name": "run", "environments": [{"id": "test:Echo"}]})
+        lease = messages.LeaseRequest(worker="w", slots=1, free=1)
+        await service.execute(lambda state, now: leases.lease(state, lease, now))
+        assert shell._timer is not None
+        with refusing_disk(monkeypatch):
+            with pytest.raises(StoreError):
+                await service.close_run("run")
+            shell.set_timer()
+            assert shell._timer is None
+
+        async def time_passes() -> bool:
+            return shell._timer is not None
+
+        assert await until(time_passes)
+    finally:
+        await service.close()
+        directory.close()
 
 
 async def test_gauges_are_read_from_the_state_when_they_are_scraped(api: Api):

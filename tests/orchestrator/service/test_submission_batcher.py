@@ -27,7 +27,7 @@ class Judge:
         self.commits = self.syncs = 0
         self.accepted: dict[str, Any] = {}
         self._error = error
-        monkeypatch.setattr(submission_batcher, "SubmissionJudge", lambda *given: self)
+        monkeypatch.setattr(submission_batcher, "SubmissionJudge", lambda *args: self)
         self.store = SimpleNamespace(log=self)
         self.core = SimpleNamespace(state_at=lambda now: None)
 
@@ -60,11 +60,11 @@ def body(*episodes: str) -> list[SubmittedRecord]:
 async def judged(batcher: SubmissionBatcher, records: Sequence[SubmittedRecord]) -> list[SubmitResult]:
     results: asyncio.Future[list[SubmitResult]] = asyncio.get_running_loop().create_future()
 
-    def settle(given: list[SubmitResult] | Exception) -> None:
-        if isinstance(given, Exception):
-            results.set_exception(given)
+    def settle(result: list[SubmitResult] | Exception) -> None:
+        if isinstance(result, Exception):
+            results.set_exception(result)
         else:
-            results.set_result(given)
+            results.set_result(result)
 
     batcher.add(records, settle)
     return await results
