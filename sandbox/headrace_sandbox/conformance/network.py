@@ -10,15 +10,7 @@ import sys
 import msgspec
 
 from headrace.common.timeouts import timeout
-from headrace_sandbox.conformance.suite import (
-    ESCAPED,
-    CaseContext,
-    CaseOutcome,
-    Escape,
-    SkipCase,
-    Unclear,
-    case,
-)
+from headrace_sandbox.conformance.suite import ESCAPED, CaseContext, CaseOutcome, Escape, SkipCase, Unclear, case
 
 NETWORK_CASE_S = 60.0
 """Time limit of a case in a network namespace of its own."""

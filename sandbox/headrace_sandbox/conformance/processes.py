@@ -16,15 +16,7 @@ from pathlib import Path
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import Traces, descendants, pids_with_mark, traces, wait_gone
 from headrace_sandbox.conformance.resources import NO_FORK
-from headrace_sandbox.conformance.suite import (
-    CONTAINED,
-    REFUSED,
-    CaseContext,
-    SkipCase,
-    Unclear,
-    case,
-    outcome_of,
-)
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, SkipCase, Unclear, case, outcome_of
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
 

@@ -29,9 +29,9 @@ from headrace_sandbox.guest.isolation import (
     CLONE_NEWPID,
     MS_NODEV,
     MS_NOSUID,
-    PR_CAPBSET_DROP,
     PR_SET_DUMPABLE,
     check_call,
+    drop_capability_bounds,
     drop_privileges,
     is_full,
     libc,
@@ -58,14 +58,8 @@ SESSION_BYTES = 4 << 20  # for the text of a cell, and two pipes
 REPORT, REQUEST = 3, 4  # descriptors in a namespace: reports of its first process, and the request
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 def send(kind: int, number: int, content: bytes = b"") -> None:
-    write_all(1, HEADER.pack(kind, number, len(content)) + content)
+    files.write_all(1, HEADER.pack(kind, number, len(content)) + content)
 
 
 class Program:
@@ -152,7 +146,7 @@ class GuestServer:
             self.by_descriptor[descriptor] = program
             self.poll.register(descriptor, select.POLLIN)
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the report shows
-            write_all(program.request_pipe, content)
+            files.write_all(program.request_pipe, content)
         os.close(program.request_pipe)
 
     def make_namespace(self, session_request: dict[str, Any] | None) -> Program:
@@ -357,13 +351,6 @@ def keep_only(*descriptors: int) -> None:
     os.closerange(len(descriptors), MOST_FILES)
     for descriptor in (REPORT, REQUEST):
         os.set_inheritable(descriptor, False)
-
-
-def drop_capability_bounds() -> None:
-    """Ensure that no program that is started from here on can have a capability."""
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            return
 
 
 def count_other_threads() -> int:

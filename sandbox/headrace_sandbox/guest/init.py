@@ -15,7 +15,6 @@ missing, it was killed.
 
 from __future__ import annotations
 
-import array
 import gc
 import json
 import os
@@ -98,14 +97,11 @@ def serve(requests: socket.socket, filter_: bytes, deadline: float) -> None:
     while (remaining_s := deadline - time.monotonic()) > 0:
         if not poll.poll(min(remaining_s, 3600.0) * 1000):
             continue
-        packet, ancillary, _, _ = requests.recvmsg(1, socket.CMSG_SPACE(4 * MOST_DESCRIPTORS))
+        packet, descriptors, _, _ = socket.recv_fds(requests, 1, MOST_DESCRIPTORS)
         if not packet:
             return
-        descriptors = array.array("i")
-        for _level, _type, data in ancillary:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         if os.fork() == 0:
-            make_namespace(requests, list(descriptors), filter_)
+            make_namespace(requests, descriptors, filter_)
         for descriptor in descriptors:
             os.close(descriptor)
 

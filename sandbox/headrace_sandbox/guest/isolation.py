@@ -110,10 +110,15 @@ def set_rlimits(rlimits: dict[str, Any]) -> None:
         resource.setrlimit(number, (value, value))
 
 
-def drop_privileges(filter_: bytes) -> None:
+def drop_capability_bounds() -> None:
+    """Ensure that no program that is started from here on can have a capability."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
+            return
+
+
+def drop_privileges(filter_: bytes) -> None:
+    drop_capability_bounds()
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
     check_call(libc.capset(header, bytes(24)), "capset")
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host.cgroups.cgroup import PARENT, ROOT, pids_in_group
+from headrace_sandbox.host.cgroups.cgroup import PARENT, ROOT
+from headrace_sandbox.host.cgroups.control_files import list_group
 from headrace_sandbox.host.processes import kill_all
 from headrace_sandbox.host.supervisor import MADE_FOLDER, is_dead, parse_supervisor, sandbox_holders, state_folder
 
@@ -69,7 +70,7 @@ def _remove_tree(folder: Path, left: list[str]) -> None:
 def _pids_in(groups: Sequence[Path]) -> Iterator[int]:
     for path in groups:
         with contextlib.suppress(OSError):  # another reaper was faster, and the group is gone
-            yield from pids_in_group(path)
+            yield from list_group(f"{path}/cgroup.procs")
 
 
 def _is_of_dead_supervisor(name: str) -> bool:

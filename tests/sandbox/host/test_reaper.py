@@ -78,11 +78,11 @@ def test_reapers_at_the_same_time_do_not_disturb_each_other(folder: Path) -> Non
 def test_a_group_that_is_removed_while_it_is_read_is_not_a_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pids_in_group(path: Path) -> Iterator[int]:
+    def list_group(path: str) -> Iterator[int]:
         raise OSError(errno.ENODEV, "No such device")  # the kernel's answer for a group that was removed meanwhile
 
     name = f"4194304-1-{this_supervisor().namespace}"
-    monkeypatch.setattr(reaper, "pids_in_group", pids_in_group)
+    monkeypatch.setattr(reaper, "list_group", list_group)
     monkeypatch.setattr(reaper, "_supervisors_groups", lambda root: iter([folder / name]))
     assert reap().left == []
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host.cgroups.control_files import list_group
 from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.result import Limits, Usage
 
@@ -99,11 +98,6 @@ def usage_between(before: Usage, now: Usage) -> Usage:
         memory_kills=now.memory_kills - before.memory_kills,
         refused_pids=now.refused_pids - before.refused_pids,
     )
-
-
-def pids_in_group(folder: Path) -> Iterator[int]:
-    """The processes of the group with that folder."""
-    yield from list_group(f"{folder}/cgroup.procs")
 
 
 def no_cgroup(error: OSError) -> SandboxFailure:

@@ -10,14 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_sandbox.host.cgroups.cgroup import (
-    MOST_PIDS,
-    PARENT,
-    PERIOD_US,
-    ROOT,
-    Cgroup,
-    usage_between,
-)
+from headrace_sandbox.host.cgroups.cgroup import MOST_PIDS, PARENT, PERIOD_US, ROOT, Cgroup, usage_between
 from headrace_sandbox.host.cgroups.control_files import list_group, named_value, read_file, write_file
 from headrace_sandbox.result import Limits, Usage
 

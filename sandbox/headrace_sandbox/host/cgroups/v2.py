@@ -7,16 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_sandbox.host.cgroups.cgroup import (
-    MOST_PIDS,
-    PARENT,
-    PERIOD_US,
-    ROOT,
-    Cgroup,
-    pids_in_group,
-    usage_between,
-)
-from headrace_sandbox.host.cgroups.control_files import named_value, read_file, write_file
+from headrace_sandbox.host.cgroups.cgroup import MOST_PIDS, PARENT, PERIOD_US, ROOT, Cgroup, usage_between
+from headrace_sandbox.host.cgroups.control_files import list_group, named_value, read_file, write_file
 from headrace_sandbox.result import Limits, Usage
 
 WEIGHT = min(100 * (os.cpu_count() or 1), 10_000)
@@ -89,7 +81,7 @@ class V2Group:
         )
 
     def pids(self) -> list[int]:
-        return list(pids_in_group(self._folder))
+        return list(list_group(f"{self._folder}/cgroup.procs"))
 
     def counted_pids(self) -> int:
         return int(read_file(self._folder / "pids.current"))

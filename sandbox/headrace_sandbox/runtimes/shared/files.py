@@ -20,13 +20,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import FileInfo, checked_path
-from headrace_sandbox.runtimes.shared.archives import (
-    ArchiveEntry,
-    entries_of,
-    entries_of_listing,
-    pack_listing,
-    tar_of,
-)
+from headrace_sandbox.runtimes.shared.archives import ArchiveEntry, entries_of, entries_of_listing, pack_listing, tar_of
 
 LIST_BYTES = 8 << 20
 """Largest list of files, with their paths."""
