@@ -58,6 +58,12 @@ print(n * n if n != 3 else 10)
     assert results[4].verdict in ("limit", "error"), "killed for memory, or refused it"
 
 
+async def test_a_case_cannot_leave_anything_to_the_next_one(runtime: Runtime) -> None:
+    source = "import os\nprint(os.path.exists('left'))\nopen('left', 'w').close()"
+    results = await grade(runtime, source, [StdioCase(stdout="False")] * 3, LIMITS, at_once=1)
+    assert [result.verdict for result in results] == ["passed"] * 3
+
+
 async def test_functions_are_called_with_data_and_return_data(runtime: Runtime) -> None:
     source = """
 def swap(pair): return pair[1], pair[0]

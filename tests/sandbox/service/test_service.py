@@ -18,7 +18,7 @@ import pytest
 
 from headrace.errors import SandboxFailure, SetupError
 from headrace_sandbox.client import ServiceRuntime, client_of
-from headrace_sandbox.result import Limits
+from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, Template
 from tests.sandbox.memory_runtime import ISOLATION, MemoryRuntime
 from tests.sandbox.service.serving import service
@@ -316,6 +316,24 @@ async def test_health_readiness_and_metrics_are_reported(client: ServiceRuntime,
         'headrace_sandbox_http_requests_total{route="/v1/run",status="200"} 2.0',
     ):
         assert line in lines
+
+
+async def test_an_unexpected_error_is_a_problem_body_with_an_id_that_is_logged(
+    runtime: MemoryRuntime, address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run_code(program: PythonProgram, limits: Limits) -> ExecResult:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runtime, "run_code", run_code)
+    body = msgspec.msgpack.encode({"program": {"code": "1"}, "limits": {}, "wait_s": 1.0})
+    connector = aiohttp.UnixConnector(address.removeprefix("unix://"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as http,
+        http.post("http://localhost/v1/run", data=body) as answer,
+    ):
+        assert (answer.status, answer.content_type) == (500, "application/problem+json")
+        problem = await answer.json(content_type=None)
+    assert problem["incident"] in capsys.readouterr().out
 
 
 async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path: Path) -> None:
