@@ -10,36 +10,21 @@ The figures are medians, and lower quartiles, which are more reliable on a busy 
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from urllib.request import ProxyHandler, Request, build_opener
 
-import msgspec
 import numpy as np
 
+from benchmarks.buffer import load
 from benchmarks.service import Service, service
 from benchmarks.table import Row, report
-from headrace import Client, Version
-from headrace.common.ids import new_id
-from headrace.trajectory import (
-    PolicyRef,
-    Provenance,
-    Sampling,
-    Segment,
-    Timing,
-    Tokenizer,
-    Trajectory,
-    Turn,
-    VersionRun,
-)
-from headrace.wire import messages as wire
+from headrace import Client
 from headrace.wire.codec import encode
 
-TRAJECTORIES, TOKENS, ROUNDS, GROUP_SIZE = 256, 4096, 41, 8
+TRAJECTORIES, ROUNDS, GROUP_SIZE = 256, 41, 8
 FRESH, AHEAD, TRAIN_S = 6, 9, 0.25
 """Batches pulled for the first time; batches of the loop that pulls ahead, and the training time on each: a twentieth
 of a real learner's."""
@@ -154,66 +139,9 @@ def read_into(connection: socket.socket, buffer: memoryview) -> None:
 
 def fill(running: Service) -> None:
     """Act as a worker: lease all attempts, and submit a long trajectory for each."""
-    request = wire.LeaseRequest(worker="bench", slots=TRAJECTORIES, free=TRAJECTORIES, wait_s=5)
-    reply = msgspec.json.decode(
-        post(f"{running.url}/v1/worker/lease", msgspec.json.encode(request)), type=wire.LeaseReply
-    )
-    assert len(reply.attempts) == TRAJECTORIES, len(reply.attempts)
-    records = [encode(long_trajectory(attempt, number)) for number, attempt in enumerate(reply.attempts)]
-    heads = [
-        wire.SubmissionHead(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
-        for item, record in zip(reply.attempts, records, strict=True)
-    ]
-    text = msgspec.json.encode(heads)
-    body = len(text).to_bytes(4, "little") + text
-    body += bytes(-len(body) % 64) + b"".join(records)
-    answer = json.loads(post(f"{running.url}/v1/worker/submit?worker=bench", body, wire.RECORDS_MEDIA_TYPE))
-    assert all(item["verdict"] == "accepted" for item in answer["results"]), answer["results"][0]
-
-
-def long_trajectory(item: wire.Assignment, number: int) -> Trajectory:
-    """8 turns of 256 sampled tokens, 4,096 tokens in all."""
-    generator = np.random.default_rng(number)
-    sampled = np.tile(np.repeat(np.array([0, 1], np.uint8), 256), 8)
-    logprobs = np.where(sampled == 1, -generator.random(TOKENS), 0).astype(np.float32)
-    turns = [
-        Turn(index=k, start=512 * k + 256, end=512 * k + 512, reward=float(k == 7), terminated=k == 7) for k in range(8)
-    ]
-    segment = Segment(
-        agent="agent",
-        policy=PolicyRef(base="policy"),
-        sampling=Sampling(),
-        train=True,
-        token_ids=generator.integers(0, 32_000, TOKENS).astype(np.int32),
-        sampled=sampled,
-        logprobs=logprobs,
-        versions=[VersionRun(TOKENS, *Version(0, 0))],
-        turns=turns,
-    )
-    return Trajectory(
-        id=new_id(),
-        run=item.run,
-        group=item.group,
-        member=item.member,
-        episode=item.episode,
-        attempt=item.attempt,
-        task=item.task,
-        status="finished",
-        stop_reason="terminated",
-        failure=None,
-        segments=[segment],
-        messages=[],
-        tokenizer=Tokenizer(name="bench", fingerprint="bench", vocab_size=32_000),
-        assets=[],
-        timing=Timing(),
-        provenance=Provenance(worker="bench"),
-    )
-
-
-def post(url: str, body: bytes, media_type: str = "application/json") -> bytes:
-    request = Request(url, body, {"Content-Type": media_type})
-    with build_opener(ProxyHandler({})).open(request, timeout=30) as answer:
-        return bytes(answer.read())
+    attempts = load.lease(running.url, TRAJECTORIES)
+    records = [encode(load.long_trajectory(attempt, number)) for number, attempt in enumerate(attempts)]
+    load.send(running.port, load.submission_requests(attempts, records, TRAJECTORIES), 1)
 
 
 if __name__ == "__main__":

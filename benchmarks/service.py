@@ -167,8 +167,7 @@ def _cpu_s(pid: int) -> float:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _accepts(port: int) -> bool:

@@ -13,18 +13,32 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 import numpy as np
 
-from benchmarks.bench_pull import long_trajectory, post
 from headrace.common.ids import new_id
-from headrace.trajectory import Trajectory, Turn, VersionRun
+from headrace.trajectory import (
+    PolicyRef,
+    Provenance,
+    Sampling,
+    Segment,
+    Timing,
+    Tokenizer,
+    Trajectory,
+    Turn,
+    Version,
+    VersionRun,
+)
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
 from headrace.wire.codec import encode
 
 WORKER = "bench"
+
+TOKENS = 4096
+"""Tokens of a long trajectory."""
 
 ATTEMPT_LEASE_S = 3600.0
 """Long enough that no attempt expires while its record waits to be sent."""
@@ -43,11 +57,56 @@ def lease(url: str, count: int) -> list[messages.Assignment]:
     while len(attempts) < count:
         free = min(count - len(attempts), 4096)
         request = messages.LeaseRequest(worker=WORKER, slots=count, free=free, wait_s=5)
-        answer = post(f"{url}/v1/worker/lease", msgspec.json.encode(request))
+        answer = _post_json(f"{url}/v1/worker/lease", msgspec.json.encode(request))
         granted = msgspec.json.decode(answer, type=messages.LeaseReply).attempts
         assert granted, f"only {len(attempts)} of {count} attempts were granted"
         attempts += granted
     return attempts
+
+
+def _post_json(url: str, body: bytes) -> bytes:
+    request = Request(url, body, {"Content-Type": "application/json"})
+    with build_opener(ProxyHandler({})).open(request, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+def long_trajectory(item: messages.Assignment, number: int) -> Trajectory:
+    """8 turns of 256 sampled tokens, 4,096 tokens in all."""
+    generator = np.random.default_rng(number)
+    sampled = np.tile(np.repeat(np.array([0, 1], np.uint8), 256), 8)
+    logprobs = np.where(sampled == 1, -generator.random(TOKENS), 0).astype(np.float32)
+    turns = [
+        Turn(index=k, start=512 * k + 256, end=512 * k + 512, reward=float(k == 7), terminated=k == 7) for k in range(8)
+    ]
+    segment = Segment(
+        agent="agent",
+        policy=PolicyRef(base="policy"),
+        sampling=Sampling(),
+        train=True,
+        token_ids=generator.integers(0, 32_000, TOKENS).astype(np.int32),
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=[VersionRun(TOKENS, *Version(0, 0))],
+        turns=turns,
+    )
+    return Trajectory(
+        id=new_id(),
+        run=item.run,
+        group=item.group,
+        member=item.member,
+        episode=item.episode,
+        attempt=item.attempt,
+        task=item.task,
+        status="finished",
+        stop_reason="terminated",
+        failure=None,
+        segments=[segment],
+        messages=[],
+        tokenizer=Tokenizer(name="bench", fingerprint="bench", vocab_size=32_000),
+        assets=[],
+        timing=Timing(),
+        provenance=Provenance(worker="bench"),
+    )
 
 
 class Template:

@@ -51,16 +51,14 @@ class Vllm:
 
     def get(self, path: str) -> bytes:
         with _opener.open(f"{self.address}{path}", timeout=60) as answer:
-            content: bytes = answer.read()
-            return content
+            return bytes(answer.read())
 
     def metric(self, name: str) -> float:
         lines = self.get("/metrics").decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
     def version(self) -> str:
-        answer: str = json.loads(self.get("/weight_info"))["weight_version"]
-        return answer
+        return str(json.loads(self.get("/weight_info"))["weight_version"])
 
     def measure_rate(self, warm_s: float, measured_s: float, on_edge: Callable[[], object] = lambda: None) -> LoadRate:
         """Wait for nearly the full load, then ``warm_s`` longer, and measure by the server's own metrics. ``on_edge``

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from headrace.environment import Step
+
 FORMAT_ERROR = -0.1
 """Reward of an action without an answer. It ends the episode, as in GEM."""
 
@@ -34,6 +36,11 @@ def last_boxed(text: str) -> str | None:
             if open_mark.group() != "{" and open_mark.end() > start:
                 start, end = open_mark.end(), mark.start()
     return text[start:end].strip() if start >= 0 else None
+
+
+def final_step(observation: str, outcome: str, reward: float) -> Step:
+    """Make the last step of a single-turn episode; ``outcome`` names the reward part."""
+    return Step(observation, reward, True, False, {"outcome": outcome, "reward_parts": {outcome: reward}})
 
 
 class Block(NamedTuple):

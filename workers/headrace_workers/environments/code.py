@@ -20,12 +20,10 @@ from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentConte
 from headrace_workers.environments.answers import FORMAT_ERROR, last_block
 from headrace_workers.environments.call_order import out_of_order_error
 from headrace_workers.environments.case_rows import read_cases
-from headrace_workers.environments.rows import bad_row_error, read_row
+from headrace_workers.environments.rows import question_of, read_row
 
 BASICS = Path(__file__).parent / "data" / "code_basics.jsonl"
 """Twenty small built-in problems."""
-
-QUESTION_KEYS = ("problem", "question", "prompt")
 
 HOW_TO_ANSWER = (
     "Answer with one block of Python code:\n```python\n# your code\n```\nIt is run by itself, without a network."
@@ -64,10 +62,7 @@ class CodeProblems:
         row = self._example if self._path is None else read_row(self._path, seed)
         assert row is not None
         self._tests = read_cases(row, self._max_tests)
-        question = next((row[key] for key in QUESTION_KEYS if isinstance(row.get(key), str)), None)
-        if question is None:
-            raise bad_row_error(f"The row has no text under {', '.join(QUESTION_KEYS)}.")
-        return f"{question}\n\n{HOW_TO_ANSWER}", {"id": str(row.get("id", "")), "tests": len(self._tests)}
+        return f"{question_of(row)}\n\n{HOW_TO_ANSWER}", {"id": str(row.get("id", "")), "tests": len(self._tests)}
 
     async def step(self, action: str) -> Step:
         """Grade the answer; the episode ends."""

@@ -106,11 +106,8 @@ class _EpisodePlayer:
             raise _CheckFailed("raises", f"{method.__name__}({arguments_text}) raised {error!r}") from error
         return result
 
-    def play(self, environment: Any, seed: int, plan: Sequence[str]) -> list[Any]:
-        """Play one episode; return copies of the results of reset and each step."""
-        return list(self.steps(environment, seed, plan))
-
-    def steps(self, environment: Any, seed: int, plan: Sequence[str]) -> Any:
+    def steps(self, environment: Any, seed: int, plan: Sequence[str]) -> Iterator[Any]:
+        """Run one episode; yield copies of the results of reset and each step."""
         several = hasattr(environment, "agents")
         returned = [self.call(environment.reset, seed)]
         _check_reset(returned[0], several)
@@ -155,15 +152,15 @@ def _problems(player: _EpisodePlayer, seed: int, plan: Sequence[str]) -> list[Vi
     problems = []
     before = _generator_state()
     environment = player.make()
-    alone = player.play(environment, seed, plan)
+    alone = list(player.steps(environment, seed, plan))
     if _generator_state() != before:
         problems.append(Violation("global-generators", "a module-wide random generator was seeded or drawn from"))
-    if player.play(environment, seed, plan) != alone:
+    if list(player.steps(environment, seed, plan)) != alone:
         problems.append(
             Violation("seed-fixes-all", "the same instance, reset with the same seed, gave another episode")
         )
     with _other_generators():
-        if player.play(player.make(), seed, plan) != alone:
+        if list(player.steps(player.make(), seed, plan)) != alone:
             problems.append(Violation("seed-fixes-all", "a fresh instance with the same seed gave another episode"))
     alternating = [player.steps(player.make(), seed, plan), player.steps(player.make(), seed, plan)]
     for expected in alone:

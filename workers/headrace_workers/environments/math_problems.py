@@ -18,17 +18,15 @@ from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra
 from headrace_workers.bounded_calls import LimitExceeded
 from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
-from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
+from headrace_workers.environments.answers import FORMAT_ERROR, final_step, last_boxed
 from headrace_workers.environments.arithmetic import read_number
 from headrace_workers.environments.call_order import out_of_order_error
-from headrace_workers.environments.rows import bad_row_error, read_row
+from headrace_workers.environments.rows import bad_row_error, question_of, read_row
 
 BASICS = Path(__file__).parent / "data" / "math_basics.jsonl"
 """Twenty small built-in problems."""
 
 GRADER_MODULE = "headrace_workers.environments.math_equality"
-
-QUESTION_KEYS = ("problem", "question", "prompt")
 
 _usable_references: set[str] = set()
 """References that the grader has accepted in this process."""
@@ -73,9 +71,9 @@ class MathProblems:
         path = self._path
         row = self._example if path is None else await self.environment_context.call(read_row, path, seed)
         assert row is not None
-        question = next((row[key] for key in QUESTION_KEYS if isinstance(row.get(key), str)), None)
-        if question is None or "answer" not in row:
-            raise bad_row_error(f"The row has no text under {', '.join(QUESTION_KEYS)}, or no answer.")
+        question = question_of(row)
+        if "answer" not in row:
+            raise bad_row_error("The row has no answer.")
         self._reference = reference_of(row["answer"])
         await self._check(self._reference)
         prompt = f"{question}\n\nWrite your final answer like this: \\boxed{{answer}}"
@@ -92,13 +90,13 @@ class MathProblems:
             else await self.environment_context.call(last_boxed, action)
         )
         if answer is None:
-            return _end("No answer in the form \\boxed{answer} was found.", "format_error", FORMAT_ERROR)
+            return final_step("No answer in the form \\boxed{answer} was found.", "format_error", FORMAT_ERROR)
         try:
             is_right = await self._is_right(answer, reference)
         except LimitExceeded as exhausted:
             observation = f"The answer could not be graded: it exhausted the grader ({exhausted})."
-            return _end(observation, "grader_exhausted", self._exhausted_reward)
-        return _end("Right.", "right", 1.0) if is_right else _end("Wrong.", "wrong", 0.0)
+            return final_step(observation, "grader_exhausted", self._exhausted_reward)
+        return final_step("Right.", "right", 1.0) if is_right else final_step("Wrong.", "wrong", 0.0)
 
     async def _is_right(self, answer: str, reference: str) -> bool:
         if answer == reference:
@@ -145,7 +143,3 @@ def _bad_reference(why: str, reference: str, *, retryable: bool) -> EnvironmentF
         kind="bad-reference",
         retryable=retryable,
     )
-
-
-def _end(observation: str, outcome: str, reward: float) -> Step:
-    return Step(observation, reward, True, False, {"outcome": outcome, "reward_parts": {outcome: reward}})

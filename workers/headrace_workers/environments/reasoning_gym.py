@@ -25,7 +25,7 @@ import numpy as np
 
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra, SetupError, UnknownEnvironment
-from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
+from headrace_workers.environments.answers import FORMAT_ERROR, final_step, last_boxed
 from headrace_workers.environments.call_order import out_of_order_error
 
 HASH_DEPENDENT = frozenset(
@@ -87,12 +87,12 @@ class ReasoningGym:
         entry, self._entry = self._entry, None
         answer = last_boxed(action)
         if answer is None:
-            return _end("No answer in the form \\boxed{answer} was found.", "format_error", FORMAT_ERROR)
+            return final_step("No answer in the form \\boxed{answer} was found.", "format_error", FORMAT_ERROR)
         try:
-            return _end("Answer received.", "score", self._score(answer, entry))
+            return final_step("Answer received.", "score", self._score(answer, entry))
         except Exception as error:  # noqa: BLE001 - a grader raises whatever parsing the answer raises
             self._check_grader(entry, error)
-            return _end("The answer could not be read.", "unreadable", 0.0)
+            return final_step("The answer could not be read.", "unreadable", 0.0)
 
     def _check_config(self, config: dict[str, Any]) -> dict[str, Any]:
         _, config_class = self._factory.DATASETS[self._dataset_name]
@@ -121,10 +121,6 @@ class ReasoningGym:
                 kind="grader-error",
                 retryable=False,
             ) from own
-
-
-def _end(observation: str, outcome: str, reward: float) -> Step:
-    return Step(observation, reward, True, False, {"outcome": outcome, "reward_parts": {outcome: reward}})
 
 
 def _import_package() -> Any:

@@ -17,6 +17,9 @@ import msgspec
 
 from headrace.errors import EnvironmentFailure
 
+QUESTION_KEYS = ("problem", "question", "prompt")
+"""Keys under which a row may have its question."""
+
 _indexes: dict[tuple[str, int, int], array[int]] = {}
 _index_lock = Lock()
 
@@ -38,6 +41,14 @@ def read_row(path: str | Path, seed: int | None) -> dict[str, Any]:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise bad_row_error(f"Row {number + 1} of {path} is not a JSON object: {error}.") from error
+
+
+def question_of(row: dict[str, Any]) -> str:
+    """Return the question of a row. Raises EnvironmentFailure ``bad-row``."""
+    for key in QUESTION_KEYS:
+        if isinstance(row.get(key), str):
+            return str(row[key])
+    raise bad_row_error(f"The row has no text under {', '.join(QUESTION_KEYS)}.")
 
 
 def bad_row_error(detail: str, *, kind: str = "bad-row") -> EnvironmentFailure:

@@ -41,7 +41,6 @@ MAX_OBSERVATION = 16 << 20
 MAX_PARTS = 10_000
 """Most parts of one observation, messages of one history, and tool calls of one turn."""
 
-
 MAX_IMAGE_BYTES = 64 << 20
 """Most bytes of one image: an uncompressed photograph. A screenshot has some 8 MB."""
 
@@ -171,19 +170,15 @@ def check_reward(value: Any, subject: str) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise _broken("reward-not-a-number", f"{subject} is {value!r} ({type(value).__name__}), not a number.")
-        value = _as_float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if not math.isfinite(value):
         raise _broken("reward-not-finite", f"{subject} is {value}, which is not finite.")
     if not -MAX_REWARD <= value <= MAX_REWARD:
         raise _broken("reward-out-of-range", f"{subject} is {value}, beyond ±{MAX_REWARD:g}.")
     return float(value)
-
-
-def _as_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 def _broken(kind: str, detail: str) -> EnvironmentFailure:

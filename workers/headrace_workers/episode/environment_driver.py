@@ -42,18 +42,16 @@ class EnvironmentKinds:
     each id."""
 
     def __init__(self) -> None:
-        self._inline: set[str] = set()
+        self.inline: set[str] = set()
+        """Ids of environments that run in the event loop."""
         self.own_process: dict[str, str] = {}
         """Versions of environments that run in separate processes, by id."""
-
-    def runs_inline(self, environment_id: str) -> bool:
-        return environment_id in self._inline
 
     def learn(self, environment_id: str, environment: Any) -> None:
         if getattr(environment, "own_process", False) is True:
             self.own_process[environment_id] = str(getattr(environment, "version", ""))
         if getattr(environment, "blocking", True) is False:
-            self._inline.add(environment_id)
+            self.inline.add(environment_id)
 
 
 class EnvironmentDriver:
@@ -80,7 +78,7 @@ class EnvironmentDriver:
         self._processes = processes
         self._make = make_environment
         self._context = WorkerContext(sandbox, threads, calls, timeout_s)
-        self._inline = kinds.runs_inline(task.environment)
+        self._inline = task.environment in kinds.inline
         self._environment: Any = None
         self._hangs = False
         self.next_agent: str | None = AGENT
@@ -134,7 +132,7 @@ class EnvironmentDriver:
         self.version = str(getattr(environment, "version", ""))
         if not self._inline:
             self._kinds.learn(task.environment, environment)
-            self._inline = self._kinds.runs_inline(task.environment)
+            self._inline = task.environment in self._kinds.inline
             if task.environment in self._kinds.own_process:
                 return self._in_own_process(kwargs)
         return self._with_next_agent(environment.reset(task.seed))

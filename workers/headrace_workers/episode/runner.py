@@ -129,7 +129,9 @@ class EpisodeRun:
         except EpisodeFailure as error:
             return self._record(_EpisodeOver("failed", "failure", self._failure_of(error)))
         except asyncio.CancelledError:
-            return self._record(_EpisodeOver("cancelled", "cancelled", _cancelled(self.cancel_reason)))
+            reason = self.cancel_reason
+            failure = Failure(layer="infrastructure", kind="cancelled", message=reason) if reason else None
+            return self._record(_EpisodeOver("cancelled", "cancelled", failure))
         except Exception as error:  # noqa: BLE001 - a fault of Headrace is recorded like any other failure
             return self._record(_EpisodeOver("failed", "failure", Failure.of(_fault("The worker failed", error))))
 
@@ -454,12 +456,6 @@ class EpisodeRun:
         if unplaced and self._infos:
             # The agent had no turn to which these rewards could be added.
             self._infos[-1]["rewards_without_turn"] = unplaced
-
-
-def _cancelled(reason: str) -> Failure | None:
-    if not reason:
-        return None
-    return Failure(layer="infrastructure", kind="cancelled", message=reason)
 
 
 def _fault(message: str, error: Exception) -> InfrastructureFailure:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -21,7 +20,7 @@ import numpy as np
 from headrace.errors import EpisodeFailure, PolicyFailure
 from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.run_plan import AgentPlan
-from headrace_workers.policies.base import Sample, SeenPrompt
+from headrace_workers.policies.base import Sample, SeenPrompt, append_versions
 from headrace_workers.renderers import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Renderer, Tools
 
 
@@ -109,21 +108,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     environment_s: float
 
     def frozen(self) -> Turn:
-        return Turn(
-            index=self.index,
-            start=self.start,
-            end=self.end,
-            reward=self.reward,
-            reward_parts=self.reward_parts,
-            terminated=self.terminated,
-            truncated=self.truncated,
-            finish_reason=self.finish_reason,
-            continued=self.continued,
-            said=self.said,
-            tool_calls=self.tool_calls,
-            policy_s=self.policy_s,
-            environment_s=self.environment_s,
-        )
+        return Turn(**msgspec.structs.asdict(self))
 
 
 class SegmentRecord(msgspec.Struct):
@@ -152,15 +137,8 @@ class SegmentRecord(msgspec.Struct):
         turn.continued = [turn.start + position for position in sample.continued]
         self.sampled += [1] * (turn.end - turn.start)
         self.logprobs += sample.logprobs
-        self.append_versions(sample.versions, turn.start)
+        append_versions(self.versions, sample.versions, turn.start)  # the prompt belongs to the first run
         self.turns.append(turn)
-
-    def append_versions(self, runs: Sequence[VersionRun], start: int) -> None:
-        """Append version runs of a sample that starts at ``start``; the prompt before it belongs to the first run."""
-        for run in runs:
-            if self.versions and self.versions[-1].version == run.version:
-                self.versions.pop()
-            self.versions.append(VersionRun(start + run.end, run.lineage, run.n))
 
 
 class AgentTrack:
@@ -178,18 +156,14 @@ class AgentTrack:
         self._pending: list[Message] = []
         self._edited = False
         self._last_prompt = Prompt([])
-        self._early_reward = 0.0
+        self.early_reward = 0.0
+        """Rewards from before the agent's first turn, which will be added to it."""
         self._early_parts: dict[str, float] = {}
 
     @property
     def last_turn(self) -> TurnRecord | None:
         """The agent's last turn, if it had one."""
         return self._segments[-1].turns[-1] if self._segments else None
-
-    @property
-    def early_reward(self) -> float:
-        """Rewards from before the agent's first turn, which will be added to it."""
-        return self._early_reward
 
     def observe(self, message: Message) -> None:
         """Add an observation before the agent's next turn."""
@@ -247,16 +221,16 @@ class AgentTrack:
         self._conversation += self._pending
         self._conversation.append(AssistantTurn(sample.token_ids, text))
         self._pending.clear()
-        if self._early_reward or self._early_parts:
-            turn.reward += self._early_reward
+        if self.early_reward or self._early_parts:
+            turn.reward += self.early_reward
             _add_parts(turn.reward_parts, self._early_parts)
-            self._early_reward, self._early_parts = 0.0, {}
+            self.early_reward, self._early_parts = 0.0, {}
 
     def add_reward(self, reward: float, parts: dict[str, float]) -> None:
         """Add a reward that did not come with the agent's own step."""
         last = self.last_turn
         if last is None:
-            self._early_reward += reward
+            self.early_reward += reward
             _add_parts(self._early_parts, parts)
         else:
             last.reward += reward

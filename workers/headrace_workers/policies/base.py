@@ -159,6 +159,14 @@ def one_version(count: int, version: Version) -> list[VersionRun]:
     return [VersionRun(count, version.lineage, version.n)]
 
 
+def append_versions(versions: list[VersionRun], runs: Sequence[VersionRun], start: int) -> None:
+    """Append the version runs of a sample that starts at ``start``; equal neighbours are joined."""
+    for run in runs:
+        if versions and versions[-1].version == run.version:
+            versions.pop()
+        versions.append(VersionRun(start + run.end, run.lineage, run.n))
+
+
 def check_sample(sample: Sample, vocab_size: int, max_tokens: int) -> None:
     """Raise a PolicyFailure that names the fault of an invalid sample."""
     count = len(sample.token_ids)

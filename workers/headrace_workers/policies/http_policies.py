@@ -76,7 +76,7 @@ class ServedPolicies:
         key = (tuple(endpoints), run, protocol)
         policy = self._policies.get(key)
         if policy is None:
-            pool = self._pool(endpoints, run)
+            pool: ServerPool = self._pollers[run].pool if run in self._pollers else self._fixed_pool(endpoints)
             pool = self._pools.setdefault(pool.name, pool)
             policy = self._policies[key] = ServedPolicy(
                 run, pool, protocol, self.router, self._server, self._prober, self._clock
@@ -110,11 +110,6 @@ class ServedPolicies:
                 run, pool, ask, lambda: self._update_servers(pool), self._clock
             )
         return poller
-
-    def _pool(self, endpoints: Sequence[str], run: str) -> ServerPool:
-        if run in self._pollers:
-            return self._pollers[run].pool
-        return self._fixed_pool(endpoints)
 
     def _fixed_pool(self, endpoints: Sequence[str]) -> ServerPool:
         addresses = list(dict.fromkeys(base_url(address) for address in endpoints or self._default_endpoints))

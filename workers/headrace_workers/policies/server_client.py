@@ -105,7 +105,12 @@ class PolicyServerClient:
         used = PROTOCOLS[protocol] if protocol != "auto" else self._best_protocol
         assert used is not None
         if request.images and used.name != "generate":
-            raise _no_images(self.address)
+            raise PolicyFailure(
+                f"{self.address} does not support images with a prompt of token ids.",
+                hint="Serve with vLLM's generate route (--enable-scale-out).",
+                kind="images-not-taken",
+                retryable=False,
+            )
         request = self._fit_to_context(request)
         before = await self._version_before(request)
         try:
@@ -121,7 +126,12 @@ class PolicyServerClient:
         if choice.token_ids is None or (used.name == "chat" and prompt is None):
             return self._text_sample(choice, request)
         if choice.logprobs is None:
-            raise _no_logprobs(self.address)
+            raise PolicyFailure(
+                f"{self.address} answered without logprobs.",
+                hint="The server must return the logprob of each sampled token on request.",
+                kind="no-logprobs",
+                retryable=False,
+            )
         return Sample(
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,  # type: ignore[arg-type]  # the check of the sample refuses None
@@ -184,7 +194,7 @@ class PolicyServerClient:
     async def problem(self) -> str:
         """Probe the server's health; return the problem, or an empty text if it is healthy."""
         try:
-            answer = await self._get(policy_server.HEALTH, PROBE_TIMEOUT_S)
+            answer = await self._ask("GET", policy_server.HEALTH, PROBE_TIMEOUT_S)
         except PolicyFailure as failure:
             return str(failure)
         # A server without a health route also counts as healthy.
@@ -271,7 +281,7 @@ class PolicyServerClient:
         return versions
 
     async def _weight_name(self) -> str:
-        answer = await self._get(policy_server.WEIGHT_INFO, CONFIRM_TIMEOUT_S)
+        answer = await self._ask("GET", policy_server.WEIGHT_INFO, CONFIRM_TIMEOUT_S)
         if answer.status != 200:
             raise refusal(f"{self.address}{policy_server.WEIGHT_INFO}", *answer)
         try:
@@ -316,7 +326,7 @@ class PolicyServerClient:
             raise
 
     async def _models(self) -> policy_server.ModelList:
-        answer = await self._get(policy_server.MODELS, CONFIRM_TIMEOUT_S)
+        answer = await self._ask("GET", policy_server.MODELS, CONFIRM_TIMEOUT_S)
         try:
             return _decode_models(answer.body) if answer.status == 200 else policy_server.ModelList()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -356,9 +366,6 @@ class PolicyServerClient:
         finally:
             self._move_failures.pop(scope, None)
 
-    async def _get(self, path: str, timeout_s: float) -> ClientResponse:
-        return await self._ask("GET", path, timeout_s)
-
     async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> ClientResponse:
         try:
             async with timeout(timeout_s):
@@ -394,24 +401,6 @@ def _connections(address: str) -> HttpClient:
             kind="bad-address",
             retryable=False,
         ) from error
-
-
-def _no_images(address: str) -> PolicyFailure:
-    return PolicyFailure(
-        f"{address} does not support images with a prompt of token ids.",
-        hint="Serve with vLLM's generate route (--enable-scale-out).",
-        kind="images-not-taken",
-        retryable=False,
-    )
-
-
-def _no_logprobs(address: str) -> PolicyFailure:
-    return PolicyFailure(
-        f"{address} answered without logprobs.",
-        hint="The server must return the logprob of each sampled token on request.",
-        kind="no-logprobs",
-        retryable=False,
-    )
 
 
 def _check_spans(spans: list[policy_server.VersionSpan]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from headrace.errors import PolicyFailure
 from headrace.trajectory import VersionRun
 from headrace.wire.policy_server import ABORTED
-from headrace_workers.policies.base import Sample, SampleRequest, check_sample, part_seed
+from headrace_workers.policies.base import Sample, SampleRequest, append_versions, check_sample, part_seed
 from headrace_workers.policies.server_pools import ServerPool
 
 
@@ -95,10 +95,7 @@ class TurnSampling:
         versions: list[VersionRun] = []
         for part in parts:
             start = ends[-1] if ends else 0
-            for run in part.versions:
-                if versions and versions[-1].version == run.version:
-                    versions.pop()
-                versions.append(VersionRun(start + run.end, run.lineage, run.n))
+            append_versions(versions, part.versions, start)
             ends.append(start + len(part.token_ids))
         return Sample(
             token_ids=[token for part in parts for token in part.token_ids],

@@ -59,25 +59,21 @@ class Confirmations:
     def __init__(self, request_name: Callable[[], Awaitable[str]], clock: Callable[[], float]) -> None:
         self._request_name = request_name
         self._clock = clock
-        self._last_name: str | None = None
+        self.last_name: str | None = None
+        """The last confirmed name, of any age."""
         self._last_at = 0.0
         self._current: asyncio.Task[str] | None = None
         self._next: asyncio.Task[str] | None = None
 
     def learn(self, name: str) -> None:
         """Record a confirmed name."""
-        self._last_name = name
+        self.last_name = name
         self._last_at = self._clock()
-
-    @property
-    def last_name(self) -> str | None:
-        """The last confirmed name, of any age."""
-        return self._last_name
 
     async def before(self) -> str:
         """A name confirmed before the call that follows."""
-        if self._last_name is not None and self._clock() - self._last_at <= FRESH_S:
-            return self._last_name
+        if self.last_name is not None and self._clock() - self._last_at <= FRESH_S:
+            return self.last_name
         return await asyncio.shield(self._current or self._start_next())
 
     async def after(self) -> str:

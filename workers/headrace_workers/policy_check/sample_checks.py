@@ -84,7 +84,7 @@ async def scores(subject: CheckTarget) -> str:
 
 
 async def greedy(subject: CheckTarget) -> str:
-    """Check that greedy sampling returns the same tokens twice."""
+
     first, again = [await subject.sample() for _ in range(2)]
     if first.token_ids != again.token_ids:
         raise CheckFailed(
@@ -95,7 +95,7 @@ async def greedy(subject: CheckTarget) -> str:
 
 
 async def seeds(subject: CheckTarget) -> str:
-    """Check that the same seed gives the same tokens."""
+
     drawn = [(await subject.sample(temperature=1.0, seed=seed)).token_ids for seed in (7, 7, 8, 9)]
     if drawn[0] != drawn[1]:
         raise CheckFailed("the same seed gave different tokens", "The server must respect `seed` of a request.")
@@ -105,7 +105,7 @@ async def seeds(subject: CheckTarget) -> str:
 
 
 async def several(subject: CheckTarget) -> str:
-    """Check that one request can return several answers."""
+
     choices = await subject.server.sample(subject.prompt, max_tokens=TOKENS, temperature=1.0, seed=3, n=3)
     if len(choices) != 3:
         raise CheckFailed(f"n = 3 returned {len(choices)} answers", "The server must respect `n`.")

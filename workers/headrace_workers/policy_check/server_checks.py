@@ -10,7 +10,7 @@ from headrace_workers.policy_check.target import CheckTarget
 
 
 async def server(subject: CheckTarget) -> str:
-    """Check that the server is healthy."""
+
     answer = await subject.server.get(policy_server.HEALTH)
     if answer.status >= 500:
         raise CheckFailed(
@@ -20,7 +20,7 @@ async def server(subject: CheckTarget) -> str:
 
 
 async def model(subject: CheckTarget) -> str:
-    """Check that the server has the model."""
+
     answer = await subject.server.get(policy_server.MODELS)
     if answer.status != 200:
         raise CheckSkipped(f"{policy_server.MODELS} answers {answer.status}")
@@ -36,7 +36,7 @@ async def model(subject: CheckTarget) -> str:
 
 
 async def version(subject: CheckTarget) -> str:
-    """Check that the server reports a readable weight version."""
+
     answer = await subject.server.get(policy_server.WEIGHT_INFO)
     if answer.status != 200:
         raise CheckFailed(

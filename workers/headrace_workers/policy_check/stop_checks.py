@@ -20,7 +20,7 @@ _RUNNING = "vllm:num_requests_running{"
 
 
 async def stop_token(subject: CheckTarget) -> str:
-    """Check that an answer ends with a stop token, which is among its ids."""
+
     tokens, _ = ids_and_logprobs(await subject.sample())
     at = len(tokens) // 2
     stop = tokens[at]
@@ -36,7 +36,7 @@ async def stop_token(subject: CheckTarget) -> str:
 
 
 async def stop_string(subject: CheckTarget) -> str:
-    """Check that an answer ends at a stop string, and has all its ids."""
+
     tokens, _ = ids_and_logprobs(await subject.sample())
     pieces = (subject.decode([token]).strip() for token in tokens[1:])
     # Most engines return no text for a special token.

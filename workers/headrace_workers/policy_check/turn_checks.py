@@ -13,7 +13,7 @@ from headrace.trajectory import ContentPart, Message, Sampling
 from headrace_workers.policies import Sample, SampleRequest, check_sample
 from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
 from headrace_workers.policy_check.target import MORE, QUESTION, TOKENS, CheckTarget
-from headrace_workers.renderers import AssistantTurn, CurrentSegment, Prompt
+from headrace_workers.renderers import AssistantTurn, CurrentSegment
 
 PIXELS = 64
 """Height and width of the test image: larger than the patches of any model."""
@@ -23,7 +23,8 @@ async def turns(subject: CheckTarget) -> str:
     """Sample two turns through the worker's own client; the second prompt extends the first answer."""
     first = subject.renderer.start([QUESTION])
     sample = await _sample(subject, first.new_ids, 0)
-    segment = _segment(subject, first, sample)
+    reply = AssistantTurn(sample.token_ids, subject.renderer.parse(sample.token_ids))
+    segment = CurrentSegment([*first.new_ids, *sample.token_ids], len(first.new_ids), [QUESTION, reply], first.text)
     extension = subject.renderer.extend(segment, [MORE])
     prompt = [*segment.token_ids, *extension.new_ids] if extension is not None else None
     await _sample(subject, prompt or subject.renderer.start([*segment.conversation, MORE]).new_ids, 1)
@@ -68,8 +69,3 @@ async def _sample(subject: CheckTarget, prompt: list[int], turn: int, images: Se
     except EpisodeFailure as failure:
         raise CheckFailed(f"turn {turn}: {failure.kind}: {failure.detail}", failure.hint) from failure
     return sample
-
-
-def _segment(subject: CheckTarget, prompt: Prompt, sample: Sample) -> CurrentSegment:
-    reply = AssistantTurn(sample.token_ids, subject.renderer.parse(sample.token_ids))
-    return CurrentSegment([*prompt.new_ids, *sample.token_ids], len(prompt.new_ids), [QUESTION, reply], prompt.text)

@@ -11,7 +11,6 @@ from headrace_workers.renderers.base import (
     Prompt,
     Renderer,
     Tools,
-    text_of,
 )
 from headrace_workers.renderers.bytes_renderer import BytesRenderer
 
@@ -52,5 +51,4 @@ __all__ = [
     "Renderer",
     "Tools",
     "make_renderer",
-    "text_of",
 ]

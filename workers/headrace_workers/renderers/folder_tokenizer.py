@@ -37,8 +37,6 @@ FILES = (
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates refer to by name."""
 
-EXTRA = "headrace[renderers]"
-
 
 _NULL = msgspec.Raw(b"null")
 
@@ -151,7 +149,7 @@ def missing_extra(error: ImportError) -> InfrastructureFailure:
     """Failure of a worker without the packages that renderers need."""
     return InfrastructureFailure(
         f"This worker lacks the package {error.name!r}, which reads tokenizers and chat templates.",
-        hint=f"Run: pip install '{EXTRA}'",
+        hint="Run: pip install 'headrace[renderers]'",
         kind="missing-extra",
         retryable=False,
     )

@@ -2,7 +2,3 @@
 
 It is the policy of the demo and of the examples, and the test double for a policy server.
 """
-
-from headrace_workers.tiny_policy.model import SIZE, Model, neutral_weights
-
-__all__ = ["SIZE", "Model", "neutral_weights"]

@@ -26,11 +26,7 @@ AnswerData = dict[str, Any]
 """One choice of a completion, as JSON-able data."""
 
 
-class TinyPolicyRequest(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's request that the tiny policy uses."""
-
-    model: str = ""
-    prompt: msgspec.Raw
+class _SamplingParameters(msgspec.Struct, kw_only=True):
     max_tokens: int | None = 16
     n: int = 1
     seed: int | None = None
@@ -40,6 +36,13 @@ class TinyPolicyRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+
+class TinyPolicyRequest(_SamplingParameters, kw_only=True):
+    """The fields of vLLM's request that the tiny policy uses."""
+
+    model: str = ""
+    prompt: msgspec.Raw
     return_token_ids: bool | None = None
     stream: bool | None = None
 
@@ -48,22 +51,10 @@ class GenerateRequest(TinyPolicyRequest, kw_only=True):
     """A request of the generate route: it always gets token ids, and ``max_tokens`` is reduced to the context."""
 
 
-class _GenerateSampling(msgspec.Struct, kw_only=True):
-    max_tokens: int | None = 16
-    n: int = 1
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-
 class _GenerateBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     token_ids: msgspec.Raw
-    sampling_params: _GenerateSampling
+    sampling_params: _SamplingParameters
     return_token_ids: bool | None = None
     stream: bool | None = None
 

@@ -76,8 +76,6 @@ class ClientGoneError(Exception):
     """Raised when the client has disconnected."""
 
 
-_decode_abort = msgspec.json.Decoder(policy_server.AbortRequests).decode
-_decode_misbehaviour = msgspec.json.Decoder(FaultSettings).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -250,11 +248,7 @@ class TinyPolicyServer:
         return _json({"object": "list", "data": [card, *self._adapters.cards()]})
 
     def _abort(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
-        try:
-            ids = _decode_abort(body).request_ids
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"The request cannot be read: {error}.") from error
-        for name in ids:
+        for name in _read_control(body, policy_server.AbortRequests).request_ids:
             abort = self._live.get(name.removeprefix(policy_server.GENERATE_PREFIX))
             if abort is not None:
                 abort.set()
@@ -319,19 +313,12 @@ class TinyPolicyServer:
         return "".join(lines).encode(), "text/plain; version=0.0.4", ""
 
     def _misbehave(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
-        try:
-            self._faults.set(_decode_misbehaviour(body))
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"The fault settings cannot be read: {error}.") from error
+        self._faults.set(_read_control(body, FaultSettings))
         return _json(msgspec.structs.asdict(self._faults.settings))
 
 
 def _adapter(body: bytes, change: Callable[[policy_server.AdapterRequest], str]) -> tuple[bytes, str, str]:
-    try:
-        request = msgspec.json.decode(body, type=policy_server.AdapterRequest)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The request cannot be read: {error}.") from error
-    return change(request).encode(), "text/plain", ""
+    return change(_read_control(body, policy_server.AdapterRequest)).encode(), "text/plain", ""
 
 
 class _Refused(Exception):
@@ -395,6 +382,5 @@ def _error(status: int, message: str) -> bytes:
 def _header(scope: Scope, name: bytes) -> str:
     for key, value in scope["headers"]:
         if key == name:
-            text: str = value.decode("latin-1")
-            return text
+            return str(value.decode("latin-1"))
     return ""

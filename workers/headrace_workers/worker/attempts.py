@@ -129,8 +129,7 @@ class HeldAttempts:
         running.recorded = True
         if not running.wanted:
             return
-        if trajectory.failure is not None:
-            failure = trajectory.failure
+        if (failure := trajectory.failure) is not None:
             logger(running.assignment).warning(
                 f"episode {trajectory.status}", layer=failure.layer, kind=failure.kind, message=failure.message
             )

@@ -37,7 +37,6 @@ SHORTEST_GATHER_S = 0.02
 PARALLEL_UPLOADS = 8
 """Images sent in parallel: the orchestrator writes them to disk together."""
 
-
 MAX_INTERNAL_ERRORS = 3
 """Internal errors of the orchestrator after which a record sent alone is replaced. One may be temporary; three in a
 row, with growing pauses, mean that it cannot process the record, which blocks all records behind it."""

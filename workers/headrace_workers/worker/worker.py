@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError
@@ -88,11 +88,6 @@ class WorkerSettings:
     max_hanging: int = 64
 
 
-class _Connections(NamedTuple):
-    work: OrchestratorConnection
-    heartbeat: OrchestratorConnection
-
-
 class Worker:
     """The work of one worker process. Call ``run`` once, on the event loop on which it was made."""
 
@@ -100,16 +95,14 @@ class Worker:
         self._settings = settings
         self._tools = tools
         fence = EpochFence()
-        self._connections = _Connections(
-            *(
-                OrchestratorConnection(settings.orchestrator, worker=settings.name, token=settings.token, fence=fence)
-                for _ in range(2)
-            )
+        self._connection, heartbeat_connection = (
+            OrchestratorConnection(settings.orchestrator, worker=settings.name, token=settings.token, fence=fence)
+            for _ in range(2)
         )
         self._spool = Spool(settings.spool_bytes)
-        self._attempts = HeldAttempts(tools, RunPlans(self._connections.work), self._spool, self._attempt_ended)
+        self._attempts = HeldAttempts(tools, RunPlans(self._connection), self._spool, self._attempt_ended)
         self._submitter = Submitter(
-            self._connections.work, self._spool, self._attempts.substitute, self._attempts.submit_gather_s
+            self._connection, self._spool, self._attempts.substitute, self._attempts.submit_gather_s
         )
         self._has_failed = False
         self._shortest_term_s = math.inf
@@ -122,7 +115,7 @@ class Worker:
         self._lag = LoopLag(tools.clock)
         self._loop = asyncio.get_running_loop()
         self._heartbeat = Heartbeat(
-            self._connections.heartbeat,
+            heartbeat_connection,
             content=self._heartbeat_content,
             on_reply=self._heartbeat_reply,
             on_defect=self._heartbeat_defect,
@@ -162,7 +155,7 @@ class Worker:
         finally:
             await _cancel_and_wait(stopping, *background)
             await self._heartbeat.stop()
-            await self._connections.work.close()
+            await self._connection.close()
 
     # Leasing
 
@@ -173,7 +166,7 @@ class Worker:
             await self._gather_slots()
             try:
                 request = self._lease_request(report_held=report_held)
-                reply = await self._connections.work.lease(request, answer_s=self._answer_s())
+                reply = await self._connection.lease(request, answer_s=self._answer_s())
             except HeadraceError as error:
                 report_held = True
                 # Attempts granted in a lost answer expire unless the next request comes within their term.
@@ -183,7 +176,9 @@ class Worker:
             backoff.reset()
             self._attempts.cancel(reply.cancels)
             for assignment in reply.attempts:
-                self._start(assignment)
+                self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
+                self._heartbeat.add_term(assignment.term_s)
+                self._attempts.start(assignment)
             if reply.drain:
                 self.drain()
             if not reply.attempts:
@@ -218,11 +213,6 @@ class Worker:
             await asyncio.sleep(
                 max(GATHER_S, self._attempts.episode_duration.share_s(GATHER_EPISODE_SHARE, LONGEST_GATHER_S))
             )
-
-    def _start(self, assignment: messages.Assignment) -> None:
-        self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
-        self._heartbeat.add_term(assignment.term_s)
-        self._attempts.start(assignment)
 
     def _attempt_ended(self) -> None:
         self._slot_freed.set()
@@ -315,7 +305,7 @@ class Worker:
             return
         try:
             async with timeout(SHUTDOWN_S):
-                await self._connections.work.return_attempts(keys)
+                await self._connection.return_attempts(keys)
             logger().info("returned attempts", attempts=len(keys))
         except (HeadraceError, TimeoutError) as error:
             logger().error("could not return attempts; their leases will expire", attempts=len(keys), error=str(error))
