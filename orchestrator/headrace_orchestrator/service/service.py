@@ -297,5 +297,5 @@ class Service(Lifecycle):
         await store.project()
         stored = await asyncio.to_thread(store.projection.find, trajectory)
         if stored is None:
-            raise UnknownTrajectory(f"There is no trajectory {trajectory!r}.", hint="List those of a run first.")
+            raise UnknownTrajectory(f"No trajectory has the id {trajectory!r}.", hint="List those of a run first.")
         return stored
