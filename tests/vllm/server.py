@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
     ),
     "vision_server": Kind(write_vision_model, ("--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 4}')),
 }
-"""By the fixture that gives it."""
+"""Kinds of servers, by the fixture that provides them."""
 
 
 class Begun:
@@ -217,7 +217,7 @@ MAKERS: dict[str, Callable[[], Begun | TorchLogprobs | Trainer]] = {
     "trl_trainer": Trainer,
     **{name: partial(Begun, kind) for name, kind in KINDS.items()},
 }
-"""By the fixture that gives what is made."""
+"""Factories, by the fixture that provides their results."""
 
 _begun: pytest.StashKey[dict[str, Begun | TorchLogprobs | Trainer]] = pytest.StashKey()
 

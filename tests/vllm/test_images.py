@@ -1,4 +1,4 @@
-"""G12 and the real vLLM: a tiny model that sees images (examples/tiny_vision_model.py), on a server of its own."""
+"""G12 and the real vLLM: a tiny vision model (examples/tiny_vision_model.py) on its own server."""
 
 from __future__ import annotations
 

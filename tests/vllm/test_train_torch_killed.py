@@ -23,7 +23,7 @@ LEARNER_S = 180.0
 
 @pytest.fixture
 def service(tmp_path: Path, vllm: Vllm) -> Iterator[tuple[Processes, str]]:
-    """An orchestrator and a worker that knows the game; the address of the first."""
+    """Start an orchestrator and a worker that imports the game; yield the orchestrator's address."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with Processes(tmp_path / "logs") as processes:

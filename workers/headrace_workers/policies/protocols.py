@@ -4,7 +4,7 @@
 * A reader takes ids and logprobs unchanged; missing ones are None.
 * An answer that is not JSON, or does not have exactly one choice, is ``unreadable-response``. NaN and infinities are
   read, so that the check of the sample can report their position.
-* A logprob that vLLM substituted for an infinite one counts as missing.
+* A logprob that vLLM substituted for an unknown or non-finite one counts as missing.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ PROTOCOLS: dict[ProtocolName, SamplingProtocol] = {
 
 
 def _without_substitutes(logprobs: list[float | None]) -> list[float | None]:
-    """Replace logprobs that vLLM substituted for infinite ones by None."""
+    """Replace logprobs that vLLM substituted for unknown or non-finite ones by None."""
     if policy_server.CLAMPED_LOGPROB not in logprobs:
         return logprobs
     return [None if value == policy_server.CLAMPED_LOGPROB else value for value in logprobs]

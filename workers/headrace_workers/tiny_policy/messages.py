@@ -47,7 +47,7 @@ class TinyPolicyRequest(_SamplingParameters, kw_only=True):
     stream: bool | None = None
 
 
-class GenerateRequest(TinyPolicyRequest, kw_only=True):
+class TinyGenerateRequest(TinyPolicyRequest, kw_only=True):
     """A request of the generate route: it always gets token ids, and ``max_tokens`` is reduced to the context."""
 
 
@@ -72,13 +72,13 @@ def read_completion(body: bytes) -> TinyPolicyRequest:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
 
 
-def read_generate(body: bytes) -> GenerateRequest:
+def read_generate(body: bytes) -> TinyGenerateRequest:
     """Read a request of ``/inference/v1/generate``. Raises InvalidRequest."""
     try:
         request = _decode_generate(body)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
-    return GenerateRequest(
+    return TinyGenerateRequest(
         model=request.model or "",
         prompt=request.token_ids,
         return_token_ids=request.return_token_ids,
@@ -100,7 +100,7 @@ def sampler_settings(request: TinyPolicyRequest, prompt_length: int) -> SamplerS
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    limit = max_tokens if isinstance(request, GenerateRequest) else MAX_MODEL_LEN
+    limit = max_tokens if isinstance(request, TinyGenerateRequest) else MAX_MODEL_LEN
     checks = {
         "stream": (not request.stream, "streaming is not supported"),
         "temperature": (temperature >= 0, "it must be 0 or more"),
@@ -133,7 +133,7 @@ def completion_choice(
         "logprobs": _logprobs(generation) if request.logprobs is not None else None,
         "finish_reason": generation.finish_reason,
         "stop_reason": generation.stop_reason,
-        "token_ids": token_ids if request.return_token_ids or isinstance(request, GenerateRequest) else None,
+        "token_ids": token_ids if request.return_token_ids or isinstance(request, TinyGenerateRequest) else None,
         "prompt_logprobs": prompt_logprobs,
         # The original bytes: an echo needs no decoding.
         "prompt_token_ids": request.prompt if request.return_token_ids else None,

@@ -43,7 +43,7 @@ from headrace_workers.tiny_policy.faults import (
 )
 from headrace_workers.tiny_policy.messages import (
     MAX_MODEL_LEN,
-    GenerateRequest,
+    TinyGenerateRequest,
     TinyPolicyRequest,
     completion_choice,
     generate_answer,
@@ -215,7 +215,7 @@ class TinyPolicyServer:
         }
         if lie:
             falsify(lie, answer, prompt)
-        if isinstance(request, GenerateRequest):
+        if isinstance(request, TinyGenerateRequest):
             answer = generate_answer(answer)
         # Only the standard library's encoder writes NaN and infinities as literals.
         payload = json.dumps(answer).encode() if lie else _encode(answer)
