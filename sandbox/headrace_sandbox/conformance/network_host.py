@@ -99,12 +99,12 @@ def addresses(stack: contextlib.ExitStack) -> CaseNetwork:
 import socket
 for address in {(METADATA, PRIVATE, PUBLIC)!r}:
     attempt(address, lambda: socket.create_connection((address, 80), 2))
-def asked():
+def ask():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as resolver:
         resolver.settimeout(2)
         resolver.sendto(b'question', ('{PRIVATE}', 53))
         return resolver.recv(512)
-attempt('a name', asked)
+attempt('a name', ask)
 """
     return CaseNetwork(attempts, outside=outside)
 
@@ -124,16 +124,16 @@ def local_services(stack: contextlib.ExitStack) -> CaseNetwork:
     Path(path).chmod(0o777)
     attempts = f"""
 import socket
-def dialled(address):
+def dial(address):
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(2)
         client.connect(address)
 attempt('loopback', lambda: socket.create_connection(('127.0.0.1', {listeners[0].getsockname()[1]}), 2))
-attempt('an abstract socket', lambda: dialled('\\0{name}'))
-attempt('a socket that is a file', lambda: dialled({path!r}))
+attempt('an abstract socket', lambda: dial('\\0{name}'))
+attempt('a socket that is a file', lambda: dial({path!r}))
 if IS_SANDBOX:  # the host may lack these sockets
-    attempt('the socket of Docker', lambda: dialled('/var/run/docker.sock'))
-    attempt('the socket of Podman', lambda: dialled('/run/podman/podman.sock'))
+    attempt('the socket of Docker', lambda: dial('/var/run/docker.sock'))
+    attempt('the socket of Podman', lambda: dial('/run/podman/podman.sock'))
 """
     return CaseNetwork(attempts, listeners)
 

@@ -135,9 +135,9 @@ def print_traceback(error: BaseException, source: bytes, name: str) -> None:
 
     lines = source.decode(errors="replace").splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename != HERE])
-    for line in shown.format():
+    printed = traceback.TracebackException.from_exception(error)
+    printed.stack = traceback.StackSummary.from_list([frame for frame in printed.stack if frame.filename != HERE])
+    for line in printed.format():
         sys.stderr.write(line)
 
 

