@@ -20,7 +20,7 @@ from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 from tests.workers.token_server import TokenServer, serving_tokens
 
 
-async def found(
+async def findings_of(
     folder: Path, *, wrong: str = "", served: Path | None = None, renderer: str = "template"
 ) -> dict[str, CheckFinding]:
     """Check a server of the model in ``served`` (or ``folder``); return the findings by name."""
@@ -35,7 +35,7 @@ def failed(findings: dict[str, CheckFinding]) -> list[str]:
 
 
 async def test_a_server_that_keeps_the_protocol_passes_every_check(tmp_path: Path) -> None:
-    findings = await found(make_model(tmp_path))
+    findings = await findings_of(make_model(tmp_path))
     assert findings.pop("image").status == "SKIPPED"  # its model reads text only
     assert {name: finding.status for name, finding in findings.items()} == dict.fromkeys(findings, "PASS")
     assert findings["turns"].detail == "two turns in one segment"
@@ -65,19 +65,19 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, check: str
 ) -> None:
     monkeypatch.setattr(stop_checks, "ABORT_POLLS", 2)
-    findings = await found(make_model(tmp_path), wrong=wrong)
+    findings = await findings_of(make_model(tmp_path), wrong=wrong)
     assert failed(findings)[0] == check
     assert findings[check].remedy
 
 
 async def test_a_check_of_a_missing_feature_is_skipped(tmp_path: Path) -> None:
-    findings = await found(make_model(tmp_path), wrong="unscored")
+    findings = await findings_of(make_model(tmp_path), wrong="unscored")
     assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server returns no prompt_logprobs")
     assert failed(findings) == []
 
 
 async def test_a_server_that_lists_no_models_does_not_fail_the_check_of_the_model(tmp_path: Path) -> None:
-    findings = await found(make_model(tmp_path), wrong="unnamed")
+    findings = await findings_of(make_model(tmp_path), wrong="unnamed")
     assert findings["model"] == CheckFinding("model", "SKIPPED", "/v1/models lists no model")
     assert findings["ids"].status == "PASS"
 
@@ -88,7 +88,7 @@ async def test_a_tokenizer_of_another_model_is_detected(tmp_path: Path) -> None:
     vocab = definition["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (other / "tokenizer.json").write_text(json.dumps(definition))
-    findings = await found(make_model(tmp_path / "one"), served=other)
+    findings = await findings_of(make_model(tmp_path / "one"), served=other)
     assert failed(findings)[0] == "vocabulary"
     assert "to the tokenizer, but [" in findings["vocabulary"].detail
 
@@ -96,19 +96,21 @@ async def test_a_tokenizer_of_another_model_is_detected(tmp_path: Path) -> None:
 async def test_a_larger_model_than_the_tokenizers_is_detected(tmp_path: Path) -> None:
     larger = make_model(tmp_path / "larger")
     (larger / "config.json").write_text(json.dumps({"vocab_size": 1000}))
-    findings = await found(make_model(tmp_path / "one"), served=larger)
+    findings = await findings_of(make_model(tmp_path / "one"), served=larger)
     assert "the server knows id 423; the tokenizer has 423 ids" in findings["vocabulary"].detail
 
 
 async def test_another_template_is_detected_with_the_place_where_it_differs(tmp_path: Path) -> None:
-    findings = await found(make_model(tmp_path / "one", STRIPS_THINKING), served=make_model(tmp_path / "other", CHATML))
+    findings = await findings_of(
+        make_model(tmp_path / "one", STRIPS_THINKING), served=make_model(tmp_path / "other", CHATML)
+    )
     assert failed(findings) == ["template"]
     assert "'<think>\\n' here, '' at the server" in findings["template"].detail
 
 
 async def test_a_template_that_rewrites_turns_is_reported(tmp_path: Path) -> None:
     numbered = CHATML.replace("m.role", "loop.revindex | string + m.role")
-    findings = await found(make_model(tmp_path, numbered))
+    findings = await findings_of(make_model(tmp_path, numbered))
     assert findings["turns"].status == "PASS"
     assert "two turns in two segments" in findings["turns"].detail
 

@@ -35,7 +35,7 @@ async def played(*said: str, sandbox: WorkerSandbox, environment: str = SUM, **p
     )
 
 
-def seen(record: Trajectory) -> list[str]:
+def observations(record: Trajectory) -> list[str]:
     """Return the observations after the first one."""
     return [str(message.content) for message in record.messages[2:] if message.role == "user"]
 
@@ -54,10 +54,10 @@ async def test_a_program_runs_its_output_is_the_observation_and_the_answer_is_gr
     first, second, last = record.segments[0].turns
     assert (first.reward, first.reward_parts) == (0.3, {"python": 0.05, "python_success": 0.25})
     assert (last.reward, last.tool_calls, last.terminated) == (0.0, [], True)
-    assert seen(record)[:2] == ["Code execution result: 42\n", "Code execution result: from a block\n"]
+    assert observations(record)[:2] == ["Code execution result: 42\n", "Code execution result: from a block\n"]
     (call,) = first.tool_calls
     assert (call.name, call.arguments, call.error) == ("python", {"code": "print(6 * 7)"}, "")
-    assert call.result == seen(record)[0]
+    assert call.result == observations(record)[0]
     assert 0 < call.duration_s < 10
     assert second.tool_calls[0].arguments == {"code": "print('from a block')\n"}
     assert "write a program between <python> and </python>" in str(record.messages[0].content)
@@ -84,7 +84,7 @@ async def test_an_exception_or_an_exceeded_limit_is_an_observation(sandbox: Work
         error_reward=-0.5,
     )
     assert record.status == "finished"
-    shown = seen(record)
+    shown = observations(record)
     assert shown[0].startswith("Code execution result: before\nTraceback")
     assert shown[0].endswith("ZeroDivisionError: division by zero\n")
     assert shown[1] == "Code execution result: [The program was stopped: limit of time]\n"
@@ -111,16 +111,16 @@ async def test_a_fault_of_the_sandbox_is_retried_and_is_never_an_observation(
     monkeypatch.setattr("headrace_workers.sandboxes.PAUSE_S", 0.0)
     call = "<python>print(1)</python>"
     record = await played(call, "x", sandbox=sandbox_of(ScriptedRuntime(LOST, result("1\n"))))
-    assert (record.status, seen(record)[0]) == ("finished", "Code execution result: 1\n")
+    assert (record.status, observations(record)[0]) == ("finished", "Code execution result: 1\n")
     record = await played(call, "x", sandbox=sandbox_of(ScriptedRuntime(LOST)))
     assert failure_of(record) == ("sandbox", "sandbox-lost", True)
-    assert (record.segments, seen(record)) == ([], [])
+    assert (record.segments, observations(record)) == ([], [])
 
 
 async def test_a_program_that_destroys_its_sandbox_gets_an_observation() -> None:
     runtime = ScriptedRuntime(result("x", exit_code=None, lost="it killed all its processes"))
     record = await played("<python>x</python>", "x", sandbox=sandbox_of(runtime))
-    assert "[The program was stopped: it killed all its processes]" in seen(record)[0]
+    assert "[The program was stopped: it killed all its processes]" in observations(record)[0]
 
 
 async def test_the_number_of_calls_is_limited_and_then_every_action_goes_to_the_environment() -> None:
@@ -129,7 +129,7 @@ async def test_the_number_of_calls_is_limited_and_then_every_action_goes_to_the_
     record = await played(call, call, call, sandbox=sandbox_of(runtime), max_uses=2)
     assert record.status == "finished"
     assert len(runtime.programs) == 2
-    assert [text.endswith(LAST_CALL) for text in seen(record)] == [False, True, False]
+    assert [text.endswith(LAST_CALL) for text in observations(record)] == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ async def failure(answer: Any, request: SampleRequest = REQUEST) -> PolicyFailur
         return caught.value
 
 
-async def test_prompt_ids_sampling_and_the_wish_for_token_ids_are_sent() -> None:
+async def test_prompt_ids_sampling_and_the_request_for_token_ids_are_sent() -> None:
     async with serving(fine) as engine, client(engine) as policy:
         sample = await policy.sample(REQUEST)
     assert engine.bodies == [
@@ -240,7 +240,7 @@ async def test_an_old_confirmation_is_requested_again() -> None:
         assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 9)]
 
 
-async def test_calls_that_end_together_share_one_question() -> None:
+async def test_calls_that_end_together_share_one_confirmation() -> None:
     gate = asyncio.Event()
     waiting = 0
 
@@ -276,7 +276,7 @@ async def test_versions_in_the_answer_that_leave_a_gap_are_refused() -> None:
     assert error.kind == "versions-do-not-cover"
 
 
-async def test_vllms_fresh_word_reads_as_the_first_version() -> None:
+async def test_vllms_initial_default_counts_as_version_0_0() -> None:
     async with serving(fine) as engine, client(engine) as policy:
         engine.version = "default"
         assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 0)]

@@ -191,7 +191,7 @@ class Orchestrator:
 
 
 @asynccontextmanager
-async def kept(
+async def managed_policy(
     orchestrator: Orchestrator, *answers: Answer, clock: Any = None
 ) -> AsyncIterator[tuple[list[Engine], Policy]]:
     async with AsyncExitStack() as stack:
@@ -207,7 +207,7 @@ async def test_servers_that_are_paused_drained_or_ejected_get_no_new_requests(
 ) -> None:
     monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
     orchestrator = Orchestrator()
-    async with kept(orchestrator, fine, fine) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, fine, fine) as (engines, policy), asyncio.timeout(10):
         a, b = (engine.url for engine in engines)
         orchestrator.tell(1, PolicyServerStatus(address=a, state=state), PolicyServerStatus(address=b, state="serving"))
         for number in range(6):
@@ -221,7 +221,7 @@ async def test_servers_that_are_paused_drained_or_ejected_get_no_new_requests(
 async def test_a_server_that_joins_or_leaves_a_run_is_heard_of() -> None:
     orchestrator = Orchestrator()
     orchestrator.tell(1)
-    async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
         waits = asyncio.create_task(policy.sample(REQUEST))
         await asyncio.sleep(0)
         orchestrator.tell(2, PolicyServerStatus(address=engines[0].url, state="unknown"))
@@ -229,13 +229,13 @@ async def test_a_server_that_joins_or_leaves_a_run_is_heard_of() -> None:
 
 
 async def test_while_the_orchestrator_is_unavailable_the_servers_of_the_spec_are_used() -> None:
-    async with kept(Orchestrator(), fine) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(Orchestrator(), fine) as (engines, policy), asyncio.timeout(10):
         assert list((await policy.sample(REQUEST)).servers) == [engines[0].url]
 
 
 async def test_if_no_server_is_available_in_time_the_failure_has_the_reason() -> None:
     orchestrator = Orchestrator()
-    async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
         orchestrator.tell(1, PolicyServerStatus(address=engines[0].url, state="ejected", reason="missed version 0.8"))
         with pytest.raises(PolicyFailure) as caught:
             await policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.05))
@@ -281,7 +281,7 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
         await resumed.wait()
         return fine(engine, body)
 
-    async with kept(orchestrator, paused, clock=clock) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, paused, clock=clock) as (engines, policy), asyncio.timeout(10):
         url = engines[0].url
         orchestrator.tell(1, PolicyServerStatus(address=url, state="serving"))
         task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.3)))
@@ -299,7 +299,7 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
 async def test_a_turn_that_starts_while_all_servers_are_paused_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = DeadlineChecks(monkeypatch)
     clock, orchestrator = Clock(), Orchestrator()
-    async with kept(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
         url = engines[0].url
         orchestrator.tell(1, PolicyServerStatus(address=url, state="syncing"))
         task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.2)))
@@ -393,12 +393,12 @@ async def test_open_requests_of_an_ejected_server_move_once_another_one_is_avail
     monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
     asked = asyncio.Event()
 
-    async def held(engine: Engine, body: dict[str, Any]) -> Any:
+    async def delayed(engine: Engine, body: dict[str, Any]) -> Any:
         asked.set()
         await asyncio.Event().wait()
 
     orchestrator = Orchestrator()
-    async with kept(orchestrator, held, fine) as (engines, policy), asyncio.timeout(10):
+    async with managed_policy(orchestrator, delayed, fine) as (engines, policy), asyncio.timeout(10):
         a, b = (engine.url for engine in engines)
         orchestrator.tell(
             1, PolicyServerStatus(address=a, state="serving"), PolicyServerStatus(address=b, state="syncing")

@@ -88,28 +88,28 @@ async def test_a_lie_about_a_log_probability_sits_at_position_4(api, lie):
     assert told["choices"][0]["token_ids"] == honest["choices"][0]["token_ids"]
 
 
-async def told(api, lie: str, **fields) -> dict:
+async def false_answer(api, lie: str, **fields) -> dict:
     await api.misbehave(lie=lie)
     return (await api.complete(GUESSING, seed=1, **fields))[1]["choices"][0]
 
 
 async def test_lies_about_lengths_ids_and_versions(api):
-    assert (await told(api, "no-token-ids"))["token_ids"] is None
-    assert (await told(api, "no-logprobs"))["logprobs"] is None
-    assert (await told(api, "no-versions"))["weight_versions"] is None
-    assert (await told(api, "wrong-version"))["weight_versions"][0]["version"] == "0.1"
-    assert (await told(api, "unreadable-version"))["weight_versions"][0]["version"] == "latest"
-    assert (await told(api, "other-prompt"))["prompt_token_ids"] == [0]
-    assert (await told(api, "bad-id"))["token_ids"][4] == VOCAB_SIZE
-    assert (await told(api, "no-tokens"))["token_ids"] == []
+    assert (await false_answer(api, "no-token-ids"))["token_ids"] is None
+    assert (await false_answer(api, "no-logprobs"))["logprobs"] is None
+    assert (await false_answer(api, "no-versions"))["weight_versions"] is None
+    assert (await false_answer(api, "wrong-version"))["weight_versions"][0]["version"] == "0.1"
+    assert (await false_answer(api, "unreadable-version"))["weight_versions"][0]["version"] == "latest"
+    assert (await false_answer(api, "other-prompt"))["prompt_token_ids"] == [0]
+    assert (await false_answer(api, "bad-id"))["token_ids"][4] == VOCAB_SIZE
+    assert (await false_answer(api, "no-tokens"))["token_ids"] == []
     for lie, more in (("short-logprobs", -1), ("long-logprobs", 1)):
-        choice = await told(api, lie)
+        choice = await false_answer(api, lie)
         assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"]) + more
 
 
 async def test_negative_zeros_are_true(api):
-    honest = await told(api, "")
-    choice = await told(api, "negative-zeros")
+    honest = await false_answer(api, "")
+    choice = await false_answer(api, "negative-zeros")
     signs = [math.copysign(1, value) for value in choice["logprobs"]["token_logprobs"]]
     assert set(signs) == {-1.0}
     assert choice["logprobs"] == honest["logprobs"]
