@@ -8,8 +8,9 @@
 * Failed members never count; a group states its expected and its actual size.
 * Other packages add estimators by the entry point group ``headrace.estimators``.
 
-All functions take flat arrays. The turns of one agent in one trajectory are a *strand*: contiguous, in the order of
-the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.
+All functions take flat arrays. An *agent episode* is the turns of one agent in one trajectory: contiguous, in the order
+of the episode. ``offsets[k] : offsets[k + 1]`` are the turns of agent episode ``k``. In shapes, ``episodes`` counts
+agent episodes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ NONE = "none"
 
 
 class Experience(NamedTuple):
-    """The turns of many strands.
+    """The turns of many agent episodes.
 
-    ``rewards`` f64[turns]; ``tokens`` i64[turns], sampled tokens of each; ``offsets`` i64[strands + 1];
-    ``groups`` i64[strands], the number of the (group, agent) within which the strand is compared;
+    ``rewards`` f64[turns]; ``tokens`` i64[turns], sampled tokens of each; ``offsets`` i64[episodes + 1];
+    ``groups`` i64[episodes], the number of the (group, agent) within which the agent episode is compared;
     ``trained`` bool[turns], true for turns of rows (None: all): the others have returns but are not counted;
-    ``expected`` i64[groups], the expected number of strands of each (group, agent) (None: the actual number).
+    ``expected`` i64[groups], the expected number of agent episodes of each (group, agent) (None: the actual number).
 
-    Failed strands and strands without a trained turn must be omitted.
+    Failed ones and those without a trained turn must be omitted.
     """
 
     rewards: F64
@@ -94,7 +95,7 @@ class Gae(NamedTuple):
     """The result of generalized advantage estimation.
 
     ``advantages`` f64, and ``targets`` f64 for the value function (advantage + value). ``bootstrapped_with_zero``
-    bool[strands]: the strand was truncated, and has no bootstrap value.
+    bool[episodes]: the episode was truncated, and has no bootstrap value.
     """
 
     advantages: F64
@@ -105,7 +106,7 @@ class Gae(NamedTuple):
 class Inputs(NamedTuple):
     """The argument of an estimator's ``values``.
 
-    ``returns`` f64[turns]; ``totals`` f64[strands], the episode rewards; ``groups`` with one entry per (group, agent).
+    ``returns`` f64[turns]; ``totals`` f64[episodes], the episode rewards; ``groups`` with one entry per (group, agent).
     """
 
     experience: Experience
@@ -149,7 +150,7 @@ def _leave_one_out(inputs: Inputs) -> F64:
 
 
 def _centred_rewards(inputs: Inputs) -> F64:
-    """The reward of each strand minus the mean of its group, f64[strands]."""
+    """The reward of each agent episode minus the mean of its group, f64[episodes]."""
     index, groups = inputs.experience.groups, inputs.groups
     centred = inputs.totals - groups.mean[index]
     centred[(groups.single | groups.zero_variance)[index]] = 0.0
@@ -157,7 +158,7 @@ def _centred_rewards(inputs: Inputs) -> F64:
 
 
 def _per_turn(inputs: Inputs, values: F64) -> F64:
-    """The value of each strand, repeated for each of its turns, f64[turns]."""
+    """The value of each agent episode, repeated for each of its turns, f64[turns]."""
     return np.repeat(values, np.diff(inputs.experience.offsets))
 
 
@@ -178,21 +179,21 @@ ESTIMATORS = Registry(
 
 
 def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
-    """Returns f64[turns]: ``G_t = r_t + gamma * G_{t+1}`` within each strand.
+    """Returns f64[turns]: ``G_t = r_t + gamma * G_{t+1}`` within each agent episode.
 
-    ``rewards`` f64[turns], ``offsets`` i64[strands + 1]; ``gamma`` is per turn.
+    ``rewards`` f64[turns], ``offsets`` i64[episodes + 1]; ``gamma`` is per turn.
     """
     return _discounted_suffix_sums(np.asarray(rewards, np.float64), np.asarray(offsets, np.int64), gamma)
 
 
 def episode_rewards(rewards: npt.ArrayLike, offsets: npt.ArrayLike) -> F64:
-    """The undiscounted sum of rewards of each strand, f64[strands].
+    """The undiscounted sum of rewards of each agent episode, f64[episodes].
 
-    ``rewards`` f64[turns], ``offsets`` i64[strands + 1].
+    ``rewards`` f64[turns], ``offsets`` i64[episodes + 1].
     """
     bounds = np.asarray(offsets, np.int64)
-    strand = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    return _sums(strand, np.asarray(rewards, np.float64), len(bounds) - 1)
+    agent_episode = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    return _sums(agent_episode, np.asarray(rewards, np.float64), len(bounds) - 1)
 
 
 def group_statistics(experience: Experience) -> GroupStatistics:
@@ -247,8 +248,8 @@ def gae_turn(
 ) -> Gae:
     """Generalized advantage estimation over turns.
 
-    ``rewards`` f64[turns]; ``values`` f64[turns], the value before each turn; ``offsets`` i64[strands + 1];
-    ``terminated`` bool[strands]; ``bootstrap_values`` f64[strands], the value after a truncated strand, NaN for none.
+    ``rewards`` f64[turns]; ``values`` f64[turns], the value before each turn; ``offsets`` i64[episodes + 1];
+    ``terminated`` bool[episodes]; ``bootstrap_values`` f64[episodes], the value after a truncated one, NaN for none.
     Raises InvalidRequest for arrays of different lengths.
     """
     bounds = np.asarray(offsets, np.int64)
@@ -323,14 +324,15 @@ def _gae(
     terminated: npt.ArrayLike,
     bootstrap_values: npt.ArrayLike | None,
 ) -> Gae:
-    strands = len(bounds) - 1
+    episodes = len(bounds) - 1
     done = np.asarray(terminated, np.bool_)
-    after: Any = np.full(strands, np.nan) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
-    if len(rewards) != len(values) or len(values) != bounds[-1] or len(done) != strands or len(after) != strands:
+    after: Any = np.full(episodes, np.nan) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
+    if len(rewards) != len(values) or len(values) != bounds[-1] or len(done) != episodes or len(after) != episodes:
         raise InvalidRequest(
             f"The lengths of the arrays do not match: {len(rewards)} rewards, {len(values)} values, offsets up to "
-            f"{bounds[-1]}, {len(done)} terminated flags and {len(after)} bootstrap values for {strands} strands.",
-            hint="Give one value per step, and one flag per strand.",
+            f"{bounds[-1]}, {len(done)} terminated flags and {len(after)} bootstrap values for {episodes} agent "
+            "episodes.",
+            hint="Give one value per step, and one flag per agent episode.",
         )
     missing = ~done & np.isnan(after)
     after = np.where(done | missing, 0.0, after)
@@ -343,11 +345,11 @@ def _gae(
 
 
 def _discounted_suffix_sums(values: F64, bounds: I64, factor: float) -> F64:
-    """``x_t = values_t + factor * x_{t+1}`` within each strand, computed backwards for all strands at once."""
+    """``x_t = values_t + factor * x_{t+1}`` within each agent episode, computed backwards for all at once."""
     lengths = np.diff(bounds)
     order = np.argsort(-lengths, kind="stable")
     last = bounds[1:][order] - 1
-    # The strands are sorted by length: the first active[k] are longer than k.
+    # The agent episodes are sorted by length: the first active[k] are longer than k.
     longest = int(lengths.max()) if len(lengths) else 0
     active = len(lengths) - np.searchsorted(np.sort(lengths), np.arange(longest), side="right")
     result = np.empty_like(values)

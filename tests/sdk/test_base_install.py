@@ -35,8 +35,8 @@ if source.startswith("http://"):
 else:
     batch = headrace.Batch.parse(Path(source).read_bytes())
 batch.verify()
-strands = batch.strands()
-own = estimators.advantages("rloo", strands.experience, gamma=1.0).advantages[strands.row_turns]
+agent_episodes = batch.agent_episodes()
+own = estimators.advantages("rloo", agent_episodes.experience, gamma=1.0).advantages[agent_episodes.row_turns]
 layout = layouts.packed(batch.rows)
 try:
     headrace.AsyncClient()

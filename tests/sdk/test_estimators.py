@@ -85,51 +85,51 @@ def test_all_44_vectors_are_there() -> None:
 # Properties -----------------------------------------------------------------------------------------------------
 
 
-class Strand(NamedTuple):
+class AgentEpisode(NamedTuple):
     group: int
     rewards: list[float]
     tokens: list[int]
 
 
 TURN = st.tuples(st.integers(-64, 64).map(lambda k: k / 16), st.integers(1, 50))
-STRAND = st.tuples(st.integers(0, 3), st.lists(TURN, min_size=1, max_size=6)).map(
-    lambda item: Strand(item[0], [reward for reward, _ in item[1]], [tokens for _, tokens in item[1]])
+AGENT_EPISODE = st.tuples(st.integers(0, 3), st.lists(TURN, min_size=1, max_size=6)).map(
+    lambda item: AgentEpisode(item[0], [reward for reward, _ in item[1]], [tokens for _, tokens in item[1]])
 )
-STRANDS = st.lists(STRAND, min_size=1, max_size=16)
+AGENT_EPISODES = st.lists(AGENT_EPISODE, min_size=1, max_size=16)
 
 
-def experience_from(strands: list[Strand]) -> Experience:
+def experience_from(agent_episodes: list[AgentEpisode]) -> Experience:
     return Experience(
-        rewards=np.array(flat([strand.rewards for strand in strands]), np.float64),
-        tokens=np.array(flat([strand.tokens for strand in strands]), np.int64),
-        offsets=np.cumsum([0] + [len(strand.rewards) for strand in strands]),
-        groups=np.array([strand.group for strand in strands], np.int64),
+        rewards=np.array(flat([agent_episode.rewards for agent_episode in agent_episodes]), np.float64),
+        tokens=np.array(flat([agent_episode.tokens for agent_episode in agent_episodes]), np.int64),
+        offsets=np.cumsum([0] + [len(agent_episode.rewards) for agent_episode in agent_episodes]),
+        groups=np.array([agent_episode.group for agent_episode in agent_episodes], np.int64),
     )
 
 
-def per_strand(values: Any, strands: list[Strand]) -> list[Any]:
-    return np.split(values, np.cumsum([len(strand.rewards) for strand in strands])[:-1])
+def per_agent_episode(values: Any, agent_episodes: list[AgentEpisode]) -> list[Any]:
+    return np.split(values, np.cumsum([len(agent_episode.rewards) for agent_episode in agent_episodes])[:-1])
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    STRANDS,
+    AGENT_EPISODES,
     st.sampled_from(NAMES),
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     st.randoms(use_true_random=False),
 )
-def test_advantages_do_not_depend_on_the_order_of_trajectories(strands, name, gamma, rng) -> None:
-    order = list(range(len(strands)))
+def test_advantages_do_not_depend_on_the_order_of_trajectories(agent_episodes, name, gamma, rng) -> None:
+    order = list(range(len(agent_episodes)))
     rng.shuffle(order)
-    shuffled = [strands[k] for k in order]
-    one = per_strand(advantages(name, experience_from(strands), gamma=gamma).advantages, strands)
-    other = per_strand(advantages(name, experience_from(shuffled), gamma=gamma).advantages, shuffled)
+    shuffled = [agent_episodes[k] for k in order]
+    one = per_agent_episode(advantages(name, experience_from(agent_episodes), gamma=gamma).advantages, agent_episodes)
+    other = per_agent_episode(advantages(name, experience_from(shuffled), gamma=gamma).advantages, shuffled)
     for position, k in enumerate(order):
         np.testing.assert_allclose(other[position], one[k], rtol=1e-9, atol=1e-11)
 
 
 @settings(deadline=None, max_examples=60)
-@given(STRANDS, STRANDS, st.sampled_from([0.5, 1.0]))
+@given(AGENT_EPISODES, AGENT_EPISODES, st.sampled_from([0.5, 1.0]))
 def test_statistics_of_shards_merge_to_those_of_the_whole(first, second, gamma) -> None:
     shards = [experience_from(first), experience_from(second)]
     whole = experience_from(first + second)
@@ -146,21 +146,21 @@ def test_statistics_of_shards_merge_to_those_of_the_whole(first, second, gamma) 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    STRANDS,
+    AGENT_EPISODES,
     st.sampled_from([name for name in NAMES if name != "reinforce"]),
     st.sampled_from([0.0, 0.1, 1000.7, -123456.789]),
     st.sampled_from([0.0, 1e-9]),
 )
-def test_constant_returns_give_advantage_0_also_with_eps_0(strands, name, value, eps) -> None:
-    constant = [Strand(s.group, [0.0] * (len(s.rewards) - 1) + [value], s.tokens) for s in strands]
+def test_constant_returns_give_advantage_0_also_with_eps_0(agent_episodes, name, value, eps) -> None:
+    constant = [AgentEpisode(s.group, [0.0] * (len(s.rewards) - 1) + [value], s.tokens) for s in agent_episodes]
     values = advantages(name, experience_from(constant), gamma=1.0, eps=eps).advantages
     assert not np.any(values)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_group_of_one_gets_advantage_0_and_is_flagged(name: str) -> None:
-    strands = [Strand(0, [1.0], [3]), Strand(1, [1.0], [3]), Strand(1, [0.0], [3])]
-    estimate = advantages(name, experience_from(strands), gamma=1.0, eps=0.0)
+    agent_episodes = [AgentEpisode(0, [1.0], [3]), AgentEpisode(1, [1.0], [3]), AgentEpisode(1, [0.0], [3])]
+    estimate = advantages(name, experience_from(agent_episodes), gamma=1.0, eps=0.0)
     assert estimate.advantages[0] == 0.0
     assert estimate.advantages[1] > 0.0
     assert estimate.groups.single.tolist() == [True, False]
@@ -168,8 +168,13 @@ def test_a_group_of_one_gets_advantage_0_and_is_flagged(name: str) -> None:
 
 
 def test_a_group_states_its_expected_and_its_actual_size() -> None:
-    strands = [Strand(0, [1.0], [3]), Strand(0, [0.0], [3]), Strand(1, [2.0], [3]), Strand(1, [2.0], [3])]
-    groups = group_statistics(experience_from(strands)._replace(expected=np.array([4, 2, 3])))
+    agent_episodes = [
+        AgentEpisode(0, [1.0], [3]),
+        AgentEpisode(0, [0.0], [3]),
+        AgentEpisode(1, [2.0], [3]),
+        AgentEpisode(1, [2.0], [3]),
+    ]
+    groups = group_statistics(experience_from(agent_episodes)._replace(expected=np.array([4, 2, 3])))
     assert groups.expected.tolist() == [4, 2, 3]
     assert groups.actual.tolist() == [2, 2, 0]
     assert groups.zero_variance.tolist() == [False, True, False]
@@ -178,9 +183,9 @@ def test_a_group_states_its_expected_and_its_actual_size() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_turns_outside_rows_have_returns_but_are_not_counted(name: str) -> None:
-    strands = [Strand(0, [0.0, 5.0, 1.0], [2, 90, 2]), Strand(0, [1.0, 0.5], [2, 3])]
+    agent_episodes = [AgentEpisode(0, [0.0, 5.0, 1.0], [2, 90, 2]), AgentEpisode(0, [1.0, 0.5], [2, 3])]
     trained = np.array([True, False, True, True, True])
-    estimate = advantages(name, experience_from(strands)._replace(trained=trained), gamma=0.5)
+    estimate = advantages(name, experience_from(agent_episodes)._replace(trained=trained), gamma=0.5)
     assert estimate.returns[0] == 0.5 * (5.0 + 0.5 * 1.0)
     assert estimate.advantages[1] == 0.0
     if estimate.whitening is not None:
@@ -194,28 +199,28 @@ def test_rewards_of_an_episode_are_not_discounted() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-def test_returns_cover_one_strand_only(gamma: float) -> None:
+def test_returns_cover_one_agent_episode_only(gamma: float) -> None:
     returns = returns_to_go([1.0, 2.0, 4.0, 8.0], [0, 3, 3, 4], gamma)
     assert returns.tolist() == [1.0 + gamma * (2.0 + gamma * 4.0), 2.0 + gamma * 4.0, 4.0, 8.0]
     assert returns_to_go([], [0], gamma).tolist() == []
 
 
 @settings(deadline=None, max_examples=60)
-@given(STRANDS, st.sampled_from([0.5, 0.99, 1.0]))
-def test_gae_with_lambda_1_and_zero_values_is_the_return(strands, gamma) -> None:
-    e = experience_from(strands)
+@given(AGENT_EPISODES, st.sampled_from([0.5, 0.99, 1.0]))
+def test_gae_with_lambda_1_and_zero_values_is_the_return(agent_episodes, gamma) -> None:
+    e = experience_from(agent_episodes)
     estimate = gae_turn(
         e.rewards,
         np.zeros(len(e.rewards)),
         e.offsets,
         gamma_per_turn=gamma,
         lambda_per_turn=1.0,
-        terminated=[True] * len(strands),
+        terminated=[True] * len(agent_episodes),
     )
     np.testing.assert_allclose(estimate.advantages, returns_to_go(e.rewards, e.offsets, gamma), atol=1e-12)
 
 
-def test_gae_bootstraps_truncated_strands_and_flags_those_without_a_value() -> None:
+def test_gae_bootstraps_truncated_agent_episodes_and_flags_those_without_a_value() -> None:
     estimate = gae_turn(
         [0.0, 0.0, 0.0],
         [1.0, 1.0, 1.0],
@@ -239,9 +244,9 @@ def test_arrays_of_different_lengths_are_refused() -> None:
 
 def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="No estimator 'gae'"):
-        advantages("gae", experience_from([Strand(0, [1.0], [1])]), gamma=1.0)
+        advantages("gae", experience_from([AgentEpisode(0, [1.0], [1])]), gamma=1.0)
 
 
 def test_token_weighting_takes_ddof_0_only() -> None:
     with pytest.raises(InvalidRequest, match="takes ddof 0, not 1"):
-        advantages("rebn", experience_from([Strand(0, [1.0], [1])]), gamma=1.0, ddof=1, weighting="token")
+        advantages("rebn", experience_from([AgentEpisode(0, [1.0], [1])]), gamma=1.0, ddof=1, weighting="token")

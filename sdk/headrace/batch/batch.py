@@ -30,7 +30,7 @@ from headrace.batch.consistency import (
     differences,
     disagreement,
 )
-from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
+from headrace.batch.estimator_inputs import AgentEpisodes, GroupInput, collect_agent_episodes
 from headrace.batch.manifest import GroupEntry, Manifest, MomentSet, Shard
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.estimators import F64, returns_to_go
@@ -240,23 +240,23 @@ class Batch:
         numbers = self.columns.get("record_number", np.arange(len(self._spans)))
         return {t: record for record, t in enumerate(numbers.tolist())}
 
-    def strands(self) -> Strands:
+    def agent_episodes(self) -> AgentEpisodes:
         """The flat arrays that estimators take; ``row_turns`` maps them to the columns.
 
         Raises InvalidRequest for a shard, which lacks the rows that it is compared with.
         """
-        self._require_whole("Its strands")
-        return collect_strands(self._group_inputs())
+        self._require_whole("Its agent episodes")
+        return collect_agent_episodes(self._group_inputs())
 
     def moments(self) -> MomentSet:
         """The moments of the received rows, computed here.
 
         Raises InvalidRequest for a shard; its own moments are in ``shard.part``.
         """
-        strands = self.strands()
-        experience = strands.experience
+        agent_episodes = self.agent_episodes()
+        experience = agent_episodes.experience
         returns = returns_to_go(experience.rewards, experience.offsets, self.manifest.estimator.gamma)
-        return moment_set(strands, returns, None)
+        return moment_set(agent_episodes, returns, None)
 
     def recut(self, keep: npt.ArrayLike) -> Batch:
         """The batch of the kept rows: counts, moments, baselines and advantages without the others.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from headrace.batch.bins import pack_bins
 from headrace.batch.body import PER_ROW, offsets_of, pack_head
-from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
+from headrace.batch.estimator_inputs import AgentEpisodes, GroupInput, collect_agent_episodes
 from headrace.batch.manifest import (
     DISPATCH_ORDER,
     BatchCounts,
@@ -102,14 +102,14 @@ def compute(
     bin_tokens: int = 0,
 ) -> ComputedBatch:
     """Compute manifest and columns of these groups. Arguments and errors are those of ``build_head``."""
-    strands = collect_strands(groups)
-    estimate = _estimate(estimator, strands)
+    agent_episodes = collect_agent_episodes(groups)
+    estimate = _estimate(estimator, agent_episodes)
     by_tokens = estimator.name != NONE and ESTIMATORS.find(estimator.name).by_tokens
     weighting: Weighting = "token" if by_tokens else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
     ranges = [_version_ranges(group) for group in groups]
-    entries = _group_entries(groups, ranges, strands, estimate, version)
-    bins = pack_bins(strands.row_tokens, bin_tokens)
+    entries = _group_entries(groups, ranges, agent_episodes, estimate, version)
+    bins = pack_bins(agent_episodes.row_tokens, bin_tokens)
     stale = [entry.staleness for entry in entries if entry.low is not None]
     manifest = Manifest(
         schema=SCHEMA,
@@ -127,55 +127,55 @@ def compute(
         ),
         whitening=estimate.whitening,
         counts=BatchCounts(
-            rows=len(strands.row_tokens),
+            rows=len(agent_episodes.row_tokens),
             trajectories=len(heads),
             groups=len(groups),
-            turns=len(strands.row_turns),
-            sampled_tokens=int(strands.experience.tokens[strands.row_turns].sum()),
-            tokens=int(strands.row_tokens.sum()),
+            turns=len(agent_episodes.row_turns),
+            sampled_tokens=int(agent_episodes.experience.tokens[agent_episodes.row_turns].sum()),
+            tokens=int(agent_episodes.row_tokens.sum()),
             bins=int(bins.max(initial=-1)) + 1,
         ),
-        moments=moment_set(strands, estimate.returns, None),
-        environments=_by_environment(groups, strands, estimate.returns),
+        moments=moment_set(agent_episodes, estimate.returns, None),
+        environments=_by_environment(groups, agent_episodes, estimate.returns),
         groups=entries,
         trajectories=[head.id for head in heads],
     )
-    columns = _columns(groups, strands, estimate, weighting) | {"row_bin": bins}
+    columns = _columns(groups, agent_episodes, estimate, weighting) | {"row_bin": bins}
     if estimator.name == NONE:
         del columns["advantages"]
     return ComputedBatch(manifest, columns)
 
 
 def _columns(
-    groups: Sequence[GroupInput], strands: Strands, estimate: Estimate, weighting: Weighting
+    groups: Sequence[GroupInput], agent_episodes: AgentEpisodes, estimate: Estimate, weighting: Weighting
 ) -> dict[str, npt.NDArray[Any]]:
-    at = strands.row_turns
-    tokens = strands.experience.tokens[at]
+    at = agent_episodes.row_turns
+    tokens = agent_episodes.experience.tokens[at]
     return {
         "returns": estimate.returns[at],
         "advantages": estimate.advantages[at],
         "turn_weights": tokens.astype(np.float64) if weighting == "token" else np.ones(len(at)),
-        "rewards": strands.experience.rewards[at],
+        "rewards": agent_episodes.experience.rewards[at],
         "turn_tokens": tokens,
-        "row_turn_offsets": offsets_of(strands.row_turn_counts),
-        **{name: getattr(strands, name) for name in PER_ROW if name in Strands._fields},
-        **_strand_columns(strands),
+        "row_turn_offsets": offsets_of(agent_episodes.row_turn_counts),
+        **{name: getattr(agent_episodes, name) for name in PER_ROW if name in AgentEpisodes._fields},
+        **_agent_episode_columns(agent_episodes),
         "record_offsets": offsets_of([size for group in groups for _, size in group.members]),
     }
 
 
-def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
-    """Columns that describe the whole strand of each row."""
-    experience = strands.experience
-    first_turns = strands.row_turns[offsets_of(strands.row_turn_counts)[:-1]]
-    strand = np.searchsorted(experience.offsets, first_turns, side="right") - 1
-    leads = np.zeros(len(strand), np.int64)
-    leads[np.unique(strand, return_index=True)[1]] = 1
-    return {"row_reward": episode_rewards(experience.rewards, experience.offsets)[strand], "row_leads": leads}
+def _agent_episode_columns(agent_episodes: AgentEpisodes) -> dict[str, npt.NDArray[Any]]:
+    """Columns that describe the whole agent episode of each row."""
+    experience = agent_episodes.experience
+    first_turns = agent_episodes.row_turns[offsets_of(agent_episodes.row_turn_counts)[:-1]]
+    agent_episode = np.searchsorted(experience.offsets, first_turns, side="right") - 1
+    leads = np.zeros(len(agent_episode), np.int64)
+    leads[np.unique(agent_episode, return_index=True)[1]] = 1
+    return {"row_reward": episode_rewards(experience.rewards, experience.offsets)[agent_episode], "row_leads": leads}
 
 
-def _estimate(estimator: EstimatorSettings, strands: Strands) -> Estimate:
-    experience = strands.experience
+def _estimate(estimator: EstimatorSettings, agent_episodes: AgentEpisodes) -> Estimate:
+    experience = agent_episodes.experience
     if estimator.name == NONE:
         returns = returns_to_go(experience.rewards, experience.offsets, estimator.gamma)
         return Estimate(returns, np.zeros_like(returns), group_statistics(experience), None)
@@ -196,12 +196,12 @@ def _version_ranges(group: GroupInput) -> list[tuple[Version, Version]]:
 def _group_entries(
     groups: Sequence[GroupInput],
     ranges: Sequence[Sequence[tuple[Version, Version]]],
-    strands: Strands,
+    agent_episodes: AgentEpisodes,
     estimate: Estimate,
     version: Version,
 ) -> list[GroupEntry]:
     cells: list[list[int]] = [[] for _ in groups]
-    for cell, (number, _) in enumerate(strands.cells):
+    for cell, (number, _) in enumerate(agent_episodes.cells):
         cells[number].append(cell)
     statistics, entries = estimate.groups, []
     for number, group in enumerate(groups):
@@ -215,7 +215,7 @@ def _group_entries(
                 complete=len(group.members) >= group.expected,
                 single=any(bool(statistics.single[cell]) for cell in cells[number]),
                 zero_variance=bool(cells[number]) and all(bool(statistics.zero_variance[c]) for c in cells[number]),
-                agents={strands.cells[cell][1]: statistics.moments(cell) for cell in cells[number]},
+                agents={agent_episodes.cells[cell][1]: statistics.moments(cell) for cell in cells[number]},
                 low=low,
                 staleness=version.n - low.n if low is not None else 0,
             )
@@ -223,19 +223,19 @@ def _group_entries(
     return entries
 
 
-def _by_environment(groups: Sequence[GroupInput], strands: Strands, returns: F64) -> dict[str, MomentSet]:
+def _by_environment(groups: Sequence[GroupInput], agent_episodes: AgentEpisodes, returns: F64) -> dict[str, MomentSet]:
     names = {name: number for number, name in enumerate(dict.fromkeys(group.task.environment for group in groups))}
     of_group = np.array([names[group.task.environment] for group in groups], np.int64)
-    of_cell = of_group[np.array([group for group, _ in strands.cells], np.int64)]
-    of_strand = of_cell[strands.experience.groups]
-    return {name: moment_set(strands, returns, of_strand == number) for name, number in names.items()}
+    of_cell = of_group[np.array([group for group, _ in agent_episodes.cells], np.int64)]
+    of_agent_episode = of_cell[agent_episodes.experience.groups]
+    return {name: moment_set(agent_episodes, returns, of_agent_episode == number) for name, number in names.items()}
 
 
-def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | None) -> MomentSet:
-    """Moments over the rows of the chosen strands, ``chosen`` bool[strands]; None: all."""
-    experience = strands.experience
+def moment_set(agent_episodes: AgentEpisodes, returns: F64, chosen: npt.NDArray[np.bool_] | None) -> MomentSet:
+    """Moments over the rows of the chosen agent episodes, ``chosen`` bool[episodes]; None: all."""
+    experience = agent_episodes.experience
     totals = episode_rewards(experience.rewards, experience.offsets)
-    at = strands.row_turns
+    at = agent_episodes.row_turns
     if chosen is not None:
         totals = totals[chosen]
         at = at[np.repeat(chosen, np.diff(experience.offsets))[at]]

@@ -1,8 +1,8 @@
 """The flat arrays that estimators take, collected from trajectories.
 
-* A strand is one agent's turns in one trajectory, in the order of the episode, over all its segments.
-* Returns cover all turns of a strand; only turns of rows are counted.
-* A strand without rows is omitted, such as that of a frozen opponent.
+* An agent episode is one agent's turns in one trajectory, in the order of the episode, over all its segments.
+* Returns cover all turns of an agent episode; only turns of rows are counted.
+* An agent episode without rows is omitted, such as that of a frozen opponent.
 * A failed trajectory is refused.
 """
 
@@ -28,11 +28,11 @@ class GroupInput(NamedTuple):
     members: Sequence[tuple[TrajectoryHead, int]]
 
 
-class Strands(NamedTuple):
-    """All strands of some groups, and their rows.
+class AgentEpisodes(NamedTuple):
+    """All agent episodes of some groups, and their rows. In shapes, ``episodes`` counts agent episodes.
 
     ``experience``: the flat turns. ``cells``: (group number, agent) by the numbers in ``experience.groups``.
-    ``trajectories`` i64[strands]: number of the trajectory; ``terminated`` bool[strands]: the environment ended the
+    ``trajectories`` i64[episodes]: number of the trajectory; ``terminated`` bool[episodes]: the environment ended the
     episode. ``row_turns`` i64[row turns]: positions of the rows' turns in the flat arrays, row by row. The columns
     ``row_*`` i64[rows]: ``row_turn_counts``, ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group``.
     """
@@ -57,7 +57,7 @@ class _Row(NamedTuple):
     group: int
 
 
-def collect_strands(groups: Sequence[GroupInput]) -> Strands:
+def collect_agent_episodes(groups: Sequence[GroupInput]) -> AgentEpisodes:
     """Collect the turns of all members in flat arrays. Raises InvalidRequest for a failed or cancelled member."""
     collector = _Collector()
     for number, group in enumerate(groups):
@@ -106,11 +106,11 @@ class _Collector:
         end = len(self.rewards)
         self.trained += [True] * len(turns)
         self.row_turns += range(begin, end)
-        self._end_strand(group, segment.agent, head)
+        self._end_agent_episode(group, segment.agent, head)
         self.rows.append(_Row(len(turns), self.members, 0, segment.length, group))
         return True
 
-    def _end_strand(self, group: int, agent: str, head: TrajectoryHead) -> None:
+    def _end_agent_episode(self, group: int, agent: str, head: TrajectoryHead) -> None:
         self.offsets.append(len(self.rewards))
         self.cell_of.append(self.cells.setdefault((group, agent), len(self.cells)))
         self.trajectory_of.append(self.members)
@@ -133,16 +133,16 @@ class _Collector:
                 self.rewards.append(reward)
                 self.tokens.append(tokens)
                 self.trained.append(trained)
-            self._end_strand(group, agent, head)
+            self._end_agent_episode(group, agent, head)
         for number, segment in enumerate(head.segments):
             if segment.train and segment.turns:
                 self.rows.append(_Row(len(segment.turns), self.members, number, segment.length, group))
                 self.row_turns.extend(position[turn.index] for turn in segment.turns)
 
-    def finish(self, expected: Sequence[int]) -> Strands:
+    def finish(self, expected: Sequence[int]) -> AgentEpisodes:
         cells = list(self.cells)
         columns = np.array(self.rows, np.int64).reshape(-1, len(_Row._fields)).T.copy()
-        return Strands(
+        return AgentEpisodes(
             Experience(
                 rewards=np.array(self.rewards, np.float64),
                 tokens=np.array(self.tokens, np.int64),

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from headrace.batch.batch import Batch
 from headrace.batch.body import read_advantages
 from headrace.batch.build import build_head, compute
-from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
+from headrace.batch.estimator_inputs import AgentEpisodes, GroupInput, collect_agent_episodes
 from headrace.errors import InvalidRequest, InvalidTrajectory
 from headrace.estimators import gae_turn
 from headrace.moments import Moments, merge_all
@@ -172,7 +172,7 @@ def test_returns_cover_all_turns_of_an_agent() -> None:
     assert batch.manifest.moments.rewards == Moments(1.0, 13.0, 0.0)
 
 
-def test_a_strand_without_rows_is_omitted_such_as_that_of_a_frozen_opponent() -> None:
+def test_an_agent_episode_without_rows_is_omitted_such_as_that_of_a_frozen_opponent() -> None:
     members = [make_multi_agent(number=k, rewards=(0.0, k), opponent_rewards=(50.0, -99.0 * k)) for k in (1, 2)]
     batch = Batch.parse(body_of([group_of(members)]))
     assert batch.manifest.groups[0].agents == {"player": Moments(2.0, 1.5, 0.5)}
@@ -274,20 +274,20 @@ def test_without_an_estimator_reading_advantages_is_an_error() -> None:
 
 def test_row_turns_map_flat_values_to_the_columns() -> None:
     batch = Batch.parse(usual_body("both train", "reinforce"))
-    strands = batch.strands()
-    experience = strands.experience
-    np.testing.assert_array_equal(experience.rewards[strands.row_turns], batch.columns["rewards"])
+    agent_episodes = batch.agent_episodes()
+    experience = agent_episodes.experience
+    np.testing.assert_array_equal(experience.rewards[agent_episodes.row_turns], batch.columns["rewards"])
     gae = gae_turn(
         experience.rewards,
         np.zeros(len(experience.rewards)),
         experience.offsets,
         gamma_per_turn=batch.manifest.estimator.gamma,
         lambda_per_turn=1.0,
-        terminated=strands.terminated,
+        terminated=agent_episodes.terminated,
     )
-    np.testing.assert_allclose(gae.advantages[strands.row_turns], batch.columns["returns"])
+    np.testing.assert_allclose(gae.advantages[agent_episodes.row_turns], batch.columns["returns"])
     assert not gae.bootstrapped_with_zero.any()
-    truncated = Batch.parse(usual_body("truncated")).strands()
+    truncated = Batch.parse(usual_body("truncated")).agent_episodes()
     assert not truncated.terminated.any()
 
 
@@ -298,15 +298,15 @@ def test_a_row_is_collected_alike_with_and_without_a_segment_without_turns(indic
     turns = [replace(turn, index=index) for turn, index in zip(row.turns, indices, strict=True)]
     row = replace(row, turns=turns)
     entries = [
-        collect_strands([GroupInput("g", head.task, 2, [(replace(head, segments=segments), 64)] * 2)])
+        collect_agent_episodes([GroupInput("g", head.task, 2, [(replace(head, segments=segments), 64)] * 2)])
         for segments in ([row], [row, replace(row, turns=[])])
     ]
     alone, beside = map(_plain, entries)
     assert alone == beside
 
 
-def _plain(strands: Strands) -> list[Any]:
-    fields = (*strands.experience, *strands[1:])
+def _plain(agent_episodes: AgentEpisodes) -> list[Any]:
+    fields = (*agent_episodes.experience, *agent_episodes[1:])
     return [field.tolist() if isinstance(field, np.ndarray) else field for field in fields]
 
 

@@ -197,7 +197,7 @@ def test_verify_recomputes_a_shards_columns() -> None:
 
 def test_methods_that_need_the_whole_batch_are_refused_for_a_shard() -> None:
     shard = shards_of(mixed_body(), 2)[0]
-    for ask in (shard.strands, shard.moments, lambda: shard.recut(np.ones(len(shard.rows), bool))):
+    for ask in (shard.agent_episodes, shard.moments, lambda: shard.recut(np.ones(len(shard.rows), bool))):
         with pytest.raises(
             InvalidRequest, match=r"shard 0 of 2 of batch b1\. .* only be computed from the whole batch"
         ):

@@ -181,7 +181,7 @@ class Run:
 
     @property
     def only_goes_stale(self) -> bool:
-        """True if more groups than two batches hold went stale one after the other."""
+        """True if more groups in a row went stale than the ledger holds twice, and than failures are remembered."""
         return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
 
     def is_quarantined(self, task: Task) -> bool:

@@ -36,8 +36,8 @@ EVENTS_PER_STATE = 20_000
 """Events behind a control state after which a new state is due: the most that a start replays, some 0.3 s."""
 
 EVENTS_PER_GROUP = 0.5
-"""Additional events for each group of a control state: the cost of writing and reading the state stays in proportion to
-the replay that it saves."""
+"""Events for each group of a control state, if that is more than ``EVENTS_PER_STATE``: the cost of writing and reading
+the state stays in proportion to the replay that it saves."""
 
 
 class ControlState(msgspec.Struct, frozen=True, array_like=True):
