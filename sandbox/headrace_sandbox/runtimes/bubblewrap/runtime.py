@@ -276,6 +276,3 @@ def _exit_status(code: int) -> int:
     """The exit status as ``subprocess`` has it. Like a shell, bubblewrap ends with 128 + n for a program that signal n
     ended."""
     return 128 - code if 128 < code <= 128 + signal.SIGRTMAX else code
-
-
-Bubblewrap = BubblewrapRuntime  # the name in the entry points of checkouts that were installed before

@@ -266,6 +266,3 @@ def _isolation(daemon: Daemon) -> Isolation:
     active += [limit for ability, limit in LIMITS_BY_ABILITY.items() if daemon.info.get(ability)]
     versions = {"docker": daemon.version, "kernel": str(daemon.info.get("KernelVersion"))}
     return Isolation(runtime="docker", versions=versions, active=active)
-
-
-Docker = DockerRuntime  # the name in the entry points of checkouts that were installed before

@@ -95,6 +95,3 @@ def _command_of(program: PythonProgram) -> SandboxCommand:
         files={**program.files, "main.py": program.code.encode(errors="surrogatepass")},
         environment=program.environment,
     )
-
-
-Gvisor = GvisorRuntime  # the name in the entry points of checkouts that were installed before

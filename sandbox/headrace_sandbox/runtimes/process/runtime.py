@@ -123,6 +123,3 @@ def _start(command: SandboxCommand, limits: Limits, scratch: str) -> ChildProces
     arguments = [sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(rlimits), *command.arguments]
     environment = {**program_environment(command.environment), "HOME": scratch, **command.environment}
     return ChildProcess(arguments, environment, scratch)
-
-
-Process = ProcessRuntime  # the name in the entry points of checkouts that were installed before

@@ -276,6 +276,3 @@ def _python_program(command: SandboxCommand) -> PythonProgram:
     return PythonProgram(
         code=code, arguments=arguments, stdin=command.stdin, files=command.files, environment=command.environment
     )
-
-
-Wasm = WasmRuntime  # the name in the entry points of checkouts that were installed before
