@@ -87,7 +87,7 @@ async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) ->
     report = await diagnose(lambda _: None)
     assert [row.name for row in report.runtimes] == ["third"]
     row = report.runtimes[0]
-    assert (row.verdict, row.report) == ("ok", "no network, an end in time, bounded memory")
+    assert (row.verdict, row.found) == ("ok", "no network, an end in time, bounded memory")
     assert (row.versions, row.active) == ({"third": "3"}, ["memory_bytes"])
     assert row.cost_s.keys() == {"code"}
     assert report.best == "third"
@@ -105,7 +105,7 @@ async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) ->
 async def test_a_runtime_that_does_not_isolate_or_breaks_has_failed(third: Any, make: Any, evidence: str) -> None:
     third(make)
     row = await check_third()
-    assert (row.verdict, row.report) == ("fail", evidence)
+    assert (row.verdict, row.found) == ("fail", evidence)
     assert row.hint
 
 
@@ -113,14 +113,14 @@ async def test_a_runtime_that_hangs_is_a_finding(third: Any, monkeypatch: pytest
     monkeypatch.setattr(selftest, "SELF_TEST_S", 0.1)
     monkeypatch.setattr(registry, "MAKE_S", 0.1)
     third(lambda: Third(hangs=True))
-    assert "did not end within 0.1 s" in (await check_third()).report
+    assert "did not end within 0.1 s" in (await check_third()).found
     monkeypatch.setattr(doctor, "CLOSE_S", 0.1)
     stuck = Third()
     stuck.close = asyncio.Event().wait  # type: ignore[assignment,method-assign]
     third(lambda: stuck)
-    assert "did not close within 0.1 s" in (await check_third()).report
+    assert "did not close within 0.1 s" in (await check_third()).found
     third(lambda: time.sleep(1))
-    assert "was not made within 0.1 s" in (await check_third()).report
+    assert "was not made within 0.1 s" in (await check_third()).found
 
 
 async def test_a_runtime_that_fails_its_self_test_is_refused_with_the_evidence(third: Any) -> None:
@@ -148,7 +148,7 @@ async def test_a_runtime_that_cannot_be_loaded_says_why(third: Any) -> None:
 async def test_process_is_never_more_than_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     row = await check_runtime("process", lambda _: None)
     assert row.verdict == "warn"
-    assert "not a sandbox" in row.report
+    assert "not a sandbox" in row.found
     assert best_of([row]) is None
     result = await selftest.self_test(ProcessRuntime())
     assert "no process of this machine" not in result.proven
@@ -156,7 +156,7 @@ async def test_process_is_never_more_than_a_warning(monkeypatch: pytest.MonkeyPa
 
 def test_the_best_runtime_that_passes_is_reported() -> None:
     def row(name: str, cost_s: float, *, any_command: bool = False, verdict: CheckVerdict = "ok") -> DoctorRow:
-        return DoctorRow(verdict=verdict, name=name, report="", cost_s={"code": cost_s}, any_command=any_command)
+        return DoctorRow(verdict=verdict, name=name, found="", cost_s={"code": cost_s}, any_command=any_command)
 
     python_alone = [row("slow", 0.5), row("fast", 0.1)]
     any_command = [row("slow-any", 2.0, any_command=True), row("fast-any", 1.0, any_command=True)]
