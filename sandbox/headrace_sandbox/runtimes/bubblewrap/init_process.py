@@ -1,4 +1,6 @@
-"""The init process of a persistent sandbox: process 1 (``guest/init.py``), which starts its commands and sessions.
+"""The supervisor's side of the init process of a persistent sandbox, which starts its commands and sessions.
+
+``guest/bubblewrap_init.py`` is the other end, and describes the messages.
 
 * Programs inside cannot see it; it ends the sandbox at the end of its ``ttl_s``, and with the supervisor.
 * It has a control group of its own, so that a program cannot have it killed for memory.
@@ -211,7 +213,7 @@ def _start_bwrap(
             *(*system_mounts(), "--dir", SCRATCH, "--dir", "/session", *file_mounts(modules)),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--as-pid-1"),
             *("--setenv", "PATH", PROGRAM_PATH, "--"),
-            *module_command("init", f"{filter_}", f"{ttl_s}", f"{limits.disk_bytes}", f"{INODES}"),
+            *module_command("bubblewrap_init", f"{filter_}", f"{ttl_s}", f"{limits.disk_bytes}", f"{INODES}"),
         ]
         return resources.bwrap.start(arguments, outer, [filter_, *modules.values()], requests.fileno())
 

@@ -74,7 +74,7 @@ OWN_PIDS = 2
 MOST_SERVERS = 8
 """Warm interpreters that are kept, each with some waiting children: 10 MB and more."""
 
-INIT_MODULES = ("isolation", "python_cells", "files", "session_host", "init")
+INIT_MODULES = ("isolation", "python_cells", "files", "session_host", "bubblewrap_init")
 """The guest modules of the init process."""
 
 
