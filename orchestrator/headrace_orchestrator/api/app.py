@@ -83,7 +83,7 @@ class Router:
         raise NotFound(f"No route matches {path}.", hint="/docs lists all routes.")
 
 
-class _DirectRequest(NamedTuple):
+class _RoutedRequest(NamedTuple):
     """A request to a direct handler. ``started_at``: the time when its headers were read, in seconds."""
 
     route: Route
@@ -102,7 +102,7 @@ class OrchestratorApp:
         self._max_wait_s = max_wait_s
         self._router = Router(ROUTES)
         self._direct = {(route.method, route.path): route for route in ROUTES if route.direct is not None}
-        self._pending: list[tuple[_DirectRequest, bytes, Respond]] = []
+        self._pending: list[tuple[_RoutedRequest, bytes, Respond]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,9 +146,9 @@ class OrchestratorApp:
             self._authorize(header, route)
         except HeadraceError:
             return None
-        return functools.partial(self._enqueue, _DirectRequest(route, scope, time.perf_counter()))
+        return functools.partial(self._enqueue, _RoutedRequest(route, scope, time.perf_counter()))
 
-    def _enqueue(self, request: _DirectRequest, body: bytes, respond: Respond) -> None:
+    def _enqueue(self, request: _RoutedRequest, body: bytes, respond: Respond) -> None:
         """Queue a request. Those of one turn of the event loop are handled together: one step after the other for all
         of them is faster than all steps for one request after the other."""
         if not self._pending:
@@ -167,7 +167,7 @@ class OrchestratorApp:
             except Exception as error:  # noqa: BLE001 - it becomes the response, in a turn of its own
                 asyncio.get_running_loop().call_soon(on_stored, error)
 
-    def _respond(self, request: _DirectRequest, respond: Respond, result: msgspec.Struct | Exception) -> None:
+    def _respond(self, request: _RoutedRequest, respond: Respond, result: msgspec.Struct | Exception) -> None:
         route, _, started_at = request
         if isinstance(result, HeadraceError):
             response = problem_response(result)
