@@ -52,8 +52,8 @@ find_python() {
             found=$candidate
             ! static "$found" || break
         elif static "$candidate" && complete "$candidate"; then
-            printf 'setup: using %s, a faster build than %s; to use that one: make setup PYTHON=%s\n' \
-                "$candidate" "$found" "$found" >&2
+            printf 'setup: using %s, a faster build than %s; to use %s instead: make setup PYTHON=%s\n' \
+                "$candidate" "$found" "$found" "$found" >&2
             found=$candidate
             break
         fi

@@ -1,6 +1,6 @@
 """Settings of glibc's allocator that keep freed memory for reuse.
 
-* A buffer of a request's size reuses freed memory; only very large buffers are mapped anew.
+* Request-sized buffers reuse freed memory; only very large buffers are mapped anew.
 * Free memory at the end of the heap beyond a bound is returned to the system, whichever thread used it.
 * With another C library nothing changes.
 

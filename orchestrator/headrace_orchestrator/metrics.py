@@ -79,7 +79,7 @@ class Metrics:
         self.groups_admitted = counter("groups_admitted", "Admitted groups.", "run")
         self.groups_retired = counter("groups_retired", "Groups retired, by reason.", "run", "reason")
         self.batches = counter("batches", "Changes of batches, by event.", "run", "event")
-        self.quarantined = counter("tasks_quarantined", "Tasks that killed too many attempts.", "run")
+        self.quarantined = counter("tasks_quarantined", "Tasks of which too many attempts failed.", "run")
         self.submissions = counter("submissions", "Submitted records, by verdict.", "verdict")
         self.empty_pulls = counter("empty_pulls", "Pulls that returned no batch, by reason.", "run", "reason")
         self.weight_sync_failures = counter(

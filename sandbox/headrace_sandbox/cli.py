@@ -158,7 +158,7 @@ def run(
         if not result.isolation.is_sandbox:
             click.echo("Not a sandbox: the command ran as this user.", err=True)
         if result.limit is not None and result.fault:
-            click.echo(f"Ended by its limit of {result.limit}.", err=True)
+            click.echo(f"Stopped at its limit of {result.limit}.", err=True)
     context.exit(_exit_code(result))
 
 

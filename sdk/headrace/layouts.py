@@ -224,13 +224,13 @@ def _place(layout: Layout, span: slice, number: int, row: RowLike, shift: bool) 
     """Write one row into its span of the one-dimensional arrays."""
     if shift and len(row.sampled) and row.sampled[0]:
         raise InvalidRequest(
-            f"Row {number} samples its first token, so that no position before it predicts it.",
+            f"Row {number} starts with a sampled token, which no earlier position predicts.",
             hint="Use a layout without shift.",
         )
     layout.token_ids[span] = row.token_ids
     layout.position_ids[span] = np.arange(len(row.token_ids))
     layout.row_ids[span] = -1 if isinstance(row, FillerRow) else number
-    # The first token of a row is not sampled, so that the shift moves no value out of the row.
+    # The first token of a row is not sampled, so shifting loses no value.
     target = slice(span.start, span.stop - 1) if shift else span
     source = slice(1, None) if shift else slice(None)
     layout.mask[target] = row.sampled[source]

@@ -1,7 +1,7 @@
 """Logprobs of given tokens under a policy, from a policy server.
 
-* A score belongs to one version: the server names its weights before and after, and the request is repeated where they
-  changed in between.
+* A score belongs to one version: the server's weight version is read before and after each request; if it changed, the
+  request is repeated.
 
 ``score`` is for learners, and needs nothing but the standard library. A run spec can ask for the same beforehand
 (``policy.scorers``); then the batch brings the logprobs.
@@ -69,7 +69,7 @@ def _held_weights(address: str, timeout_s: float) -> _HeldWeights:
         version = None
     if version is None:
         raise PolicyFailure(
-            f"{address} does not name its weights by a version: {body[:100].decode(errors='replace')}",
+            f"{address} reports no weight version: {body[:100].decode(errors='replace')}",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
             retryable=False,

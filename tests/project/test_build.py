@@ -102,7 +102,7 @@ def test_set_up_chooses_a_faster_interpreter_than_the_first_and_says_so(
     result = _set_up(tmp_path, programs)
     assert _chosen(tmp_path, result) == chosen
     (notice,) = (line for line in result.stderr.splitlines() if "a faster build" in line)
-    assert notice.endswith(f"{chosen}, a faster build than python3; to use that one: make setup PYTHON=python3")
+    assert notice.endswith(f"{chosen}, a faster build than python3; to use python3 instead: make setup PYTHON=python3")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_run_copies_only_the_given_files(tmp_path: Path) -> None:
 
 def test_run_exits_with_124_after_a_limit_and_names_it() -> None:
     outcome = headrace("run", "--time-s", "0.5", "--", "sleep", "60")
-    assert (outcome.returncode, outcome.stderr) == (124, "Ended by its limit of time.\n")
+    assert (outcome.returncode, outcome.stderr) == (124, "Stopped at its limit of time.\n")
     reports = json.loads(headrace("run", "--time-s", "0.5", "--json", "--", "sleep", "60").stdout)
     assert (reports["limit"], reports["fault"], reports["isolation"]["runtime"]) == ("time", "limit", "bubblewrap")
 

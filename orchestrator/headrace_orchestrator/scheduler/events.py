@@ -169,7 +169,7 @@ class GroupRetired(Event, frozen=True, kw_only=True):
 
 
 class TaskQuarantined(Event, frozen=True, kw_only=True):
-    """A task killed too many attempts; it is not dispatched again. ``history`` lists its failures; it is stored as
+    """Too many attempts of a task failed; it is not dispatched again. ``history`` lists its failures; it is stored as
     ``story``."""
 
     run: str

@@ -1,6 +1,6 @@
 """A process that outlives a killed supervisor and removes the sandboxes it left.
 
-* It waits for the end of a pipe, which the kernel closes with the supervisor, and holds nothing else.
+* It waits for the end of a pipe, which the kernel closes when the supervisor dies, and holds nothing else.
 * It has a session of its own, so a signal to the supervisor's process group does not kill it.
 * A supervisor that stops in order ends it; then nothing is left to remove.
 """
@@ -20,7 +20,7 @@ from headrace_sandbox.host.supervisor import is_dead, parse_supervisor, this_sup
 log = logging.getLogger("headrace.sandbox")
 
 END_S = 30.0
-"""Deadline for the end of a supervisor whose descriptors are closed: the kernel frees its memory first."""
+"""Deadline for the end of a supervisor whose descriptors are closed: its memory is freed before it disappears."""
 
 POLL_S = 0.01
 """Interval of the checks for that end."""

@@ -1,4 +1,4 @@
-"""Opens several file descriptors without leaking any, and turns an exhausted machine into a failure.
+"""Opens several file descriptors without leaking any, and reports exhausted resources as a failure.
 
 * A failure between the first and the last descriptor leaves none of them open.
 * A refusal of this machine (descriptors, processes, memory) is our own, retryable failure.

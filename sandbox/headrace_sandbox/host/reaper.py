@@ -34,14 +34,14 @@ class ReapReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def reap(root: Path = ROOT) -> ReapReport:
     """Remove everything that dead supervisors left."""
-    groups = [path for path in _supervisors_groups(root) if _is_of_dead_supervisor(path.name)]
+    groups = [path for path in _supervisor_groups(root) if _is_of_dead_supervisor(path.name)]
     left: list[str] = []
     processes: list[int] = []
     try:
         processes += kill_all(lambda: [*_holders_of_dead_supervisors(), *_pids_in(groups)])
     except SandboxFailure as failure:
         left.append(failure.detail)
-    folders = [path for path in _supervisors_folders() if _is_of_dead_supervisor(path.name)]
+    folders = [path for path in _supervisor_folders() if _is_of_dead_supervisor(path.name)]
     for path in groups:
         try:
             path.rmdir()
@@ -79,13 +79,13 @@ def _is_of_dead_supervisor(name: str) -> bool:
 
 
 def _holders_of_dead_supervisors() -> Iterator[int]:
-    """Processes outside of sandboxes that hold one for a dead supervisor."""
+    """Processes outside of sandboxes that keep a sandbox open for a dead supervisor."""
     for pid, supervisor in sandbox_holders():
         if is_dead(supervisor):
             yield pid
 
 
-def _supervisors_groups(root: Path) -> Iterator[Path]:
+def _supervisor_groups(root: Path) -> Iterator[Path]:
     """Control groups of all supervisors, each hierarchy once."""
     parents: set[Path] = set()
     for parent in (root / PARENT, *root.glob(f"*/{PARENT}")):
@@ -103,7 +103,7 @@ def _may_remove(path: Path) -> bool:
     return False
 
 
-def _supervisors_folders() -> Iterator[Path]:
-    # No supervisor made a folder in a state folder that cannot be used.
+def _supervisor_folders() -> Iterator[Path]:
+    # An unusable state folder contains nothing to remove.
     with contextlib.suppress(FileNotFoundError, SandboxFailure):
         yield from (state_folder() / MADE_FOLDER).iterdir()

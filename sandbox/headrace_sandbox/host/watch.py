@@ -5,7 +5,7 @@
 * Output is read while it is written, so a program never waits for its reader, and is held in bounded memory.
 * The call ends with the main program; its background processes are killed, and only the closing of the pipes is
   awaited.
-* Input that a program does not read is dropped at its end.
+* Input that a program does not read is discarded when the program ends.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DRAIN_S = 0.5
 
 class RunningProgram(NamedTuple):
     """A program that runs. ``end`` is a descriptor that becomes readable at its end; ``returncode`` then gives its exit
-    status as ``subprocess`` has it, or None if no process is left that knows it. ``kill`` ends it and everything that
-    it started. ``cpu_s`` gives the processor time of all of it so far."""
+    status in the convention of ``subprocess``, or None if it is unknown. ``kill`` ends it and everything that it
+    started. ``cpu_s`` gives the processor time of all of it so far."""
 
     stdin: int
     stdout: int

@@ -115,7 +115,7 @@ class Core:
             number=self._request_count,
             owner=request.owner,
             arrived_at=now,
-            until=now + request.wait_s,
+            deadline=now + request.wait_s,
             wait_s=request.wait_s,
             memory_bytes=request.memory_bytes,
             ttl_s=request.ttl_s,
@@ -128,7 +128,7 @@ class Core:
         if len(self._waiting) > self._settings.waiting:
             self._refuse_newest()
         if request.id in self._waiting:
-            self._due.add(waiting.until, request.id)
+            self._due.add(waiting.deadline, request.id)
         return self._advance(now)
 
     def withdraw(self, request: str, now: float) -> list[Instruction]:
@@ -178,7 +178,7 @@ class Core:
             sandbox = self._end(lease)
             if reusable and self._settings.reuse and not self._draining:
                 sandbox.state, sandbox.prepared_from = "cleaning", now
-                self._out.append(instructions.Clean(sandbox.id))
+                self._out.append(instructions.Reset(sandbox.id))
             else:
                 sandbox.state = "doomed"
         return self._advance(now)
@@ -259,7 +259,7 @@ class Core:
 
     def _expire(self, now: float) -> None:
         for name in self._due.pop_until(now):
-            if (waiting := self._waiting.get(name)) is not None and waiting.until <= now:
+            if (waiting := self._waiting.get(name)) is not None and waiting.deadline <= now:
                 self._refuse_late(waiting)
             elif (lease := self._leases.get(name)) is not None and lease.until <= now:
                 self._out.append(instructions.Revoke(lease.id, lease.sandbox.id))

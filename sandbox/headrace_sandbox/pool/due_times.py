@@ -1,6 +1,7 @@
 """The times at which something is due, each with the name of the thing.
 
-* Times that are no longer awaited use bounded memory: most requests are served, and leases renewed, long before.
+* Obsolete times are removed, so memory stays bounded: most requests are served, and most leases renewed, before they
+  are due.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ MIN_DUE = 1024
 
 
 class DueTimes:
-    """Times by their order. ``is_awaited``: True if something may still be due at a time."""
+    """A heap of times. ``is_awaited``: True if something may still be due at a time."""
 
     def __init__(self, is_awaited: Callable[[float, str], bool]) -> None:
         self._is_awaited = is_awaited
         self._heap: list[tuple[float, str]] = []
-        self._most = MIN_DUE
+        self._remove_above = MIN_DUE
 
     def __iter__(self) -> Iterator[tuple[float, str]]:
         return iter(self._heap)
@@ -26,10 +27,10 @@ class DueTimes:
     def add(self, at: float, name: str) -> None:
         """Add a time."""
         heapq.heappush(self._heap, (at, name))
-        if len(self._heap) > self._most:
+        if len(self._heap) > self._remove_above:
             self._heap = [due for due in set(self._heap) if self._is_awaited(*due)]
             heapq.heapify(self._heap)
-            self._most = max(MIN_DUE, 2 * len(self._heap))
+            self._remove_above = max(MIN_DUE, 2 * len(self._heap))
 
     def next(self) -> float | None:
         """The earliest time, if there is one."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 @dataclass(eq=False)
 class WaitingRequest:
     """A waiting request. ``number``: the count of earlier requests. ``memory_bytes``: the memory it will take.
-    ``until``: its deadline."""
+    ``deadline``: the end of its wait, which was to be at most ``wait_s``."""
 
     id: str
     number: int
     owner: str
     arrived_at: float
-    until: float
+    deadline: float
     wait_s: float
     memory_bytes: int
     ttl_s: float
@@ -30,7 +30,7 @@ class WaitingRequest:
 
 
 class FairQueue:
-    """The queue for one resource. ``name``: the kind of sandbox; empty for executions that have their own sandbox."""
+    """The queue for one resource. ``name``: the kind of sandbox; empty for executions in sandboxes of their own."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -8,7 +8,7 @@ from headrace_sandbox.pool.messages import SandboxKind
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Run the execution of a request."""
+    """Start the execution of a request. ``queue_s``: the time that it waited."""
 
     request: str
     queue_s: float
@@ -43,7 +43,7 @@ class Make(msgspec.Struct, frozen=True):
     ttl_s: float
 
 
-class Clean(msgspec.Struct, frozen=True):
+class Reset(msgspec.Struct, frozen=True):
     """Reset a sandbox."""
 
     sandbox: str
@@ -62,4 +62,4 @@ class Revoke(msgspec.Struct, frozen=True):
     sandbox: str
 
 
-Instruction = Start | LeaseSandbox | Refuse | Make | Clean | Close | Revoke
+Instruction = Start | LeaseSandbox | Refuse | Make | Reset | Close | Revoke

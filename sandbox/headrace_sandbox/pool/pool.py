@@ -196,7 +196,7 @@ class Pool:
                     self._fail(instruction)
                 case Make():
                     self._start_task(self._make(instruction))
-                case instructions.Clean():
+                case instructions.Reset():
                     self._start_task(self._clean(instruction.sandbox))
                 case instructions.Close():
                     self._start_task(self._close(instruction.sandbox))

@@ -43,7 +43,7 @@ class _FreeSpace:
         self._free = [tokens] * (2 * self._leaves)
 
     def take(self, tokens: int) -> int:
-        """Put a row into the first bin with room; returns its number."""
+        """Put a row into the first bin with room; returns the number of the bin."""
         free, node = self._free, 1
         while node < self._leaves:
             node *= 2

@@ -1,6 +1,6 @@
 """Checks of arguments that are names or lists of names.
 
-* A string in place of a list is refused, since its letters would be taken as the names.
+* A string in place of a list is refused, since each character would be taken as a name.
 * An unknown name is refused, and the error lists the known ones.
 """
 

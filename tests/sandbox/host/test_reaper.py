@@ -83,7 +83,7 @@ def test_a_group_that_is_removed_while_it_is_read_is_not_a_failure(
 
     name = f"4194304-1-{this_supervisor().namespace}"
     monkeypatch.setattr(reaper, "list_group", list_group)
-    monkeypatch.setattr(reaper, "_supervisors_groups", lambda root: iter([folder / name]))
+    monkeypatch.setattr(reaper, "_supervisor_groups", lambda root: iter([folder / name]))
     assert reap().left == []
 
 

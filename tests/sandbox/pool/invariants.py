@@ -15,7 +15,7 @@ def check(core: Core) -> None:
     assert core._making == states.count("making") <= core._settings.making
     assert core._closing == states.count("closing") <= core._settings.closing
     due = set(core._due)
-    assert all((waiting.until, waiting.id) in due for waiting in core._waiting.values())
+    assert all((waiting.deadline, waiting.id) in due for waiting in core._waiting.values())
     assert all((lease.until, lease.id) in due for lease in core._leases.values())
     assert len(core._running) <= core._settings.running
     assert len(core._waiting) <= core._settings.waiting

@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from headrace_sandbox.pool.core import Core
 from headrace_sandbox.pool.due_times import MIN_DUE
-from headrace_sandbox.pool.instructions import Clean, Close, Instruction, LeaseSandbox, Make, Refuse, Revoke, Start
+from headrace_sandbox.pool.instructions import Close, Instruction, LeaseSandbox, Make, Refuse, Reset, Revoke, Start
 from headrace_sandbox.pool.messages import MakeFailure, PoolSettings, Request, SandboxKind, WarmBounds
 from tests.sandbox.pool.invariants import check
 
@@ -51,7 +51,7 @@ class Simulated:
                     self.used.add(instruction.sandbox)
                 case Make():
                     self.making.append(instruction.sandbox)
-                case Clean():
+                case Reset():
                     self.cleaning.append(instruction.sandbox)
                 case Close():
                     self.closing.append(instruction.sandbox)

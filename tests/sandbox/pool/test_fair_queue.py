@@ -16,7 +16,7 @@ def join(queue: FairQueue, owner: str) -> WaitingRequest:
         number=number,
         owner=owner,
         arrived_at=0.0,
-        until=10.0,
+        deadline=10.0,
         wait_s=10.0,
         memory_bytes=1,
         ttl_s=1.0,

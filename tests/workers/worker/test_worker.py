@@ -176,7 +176,7 @@ async def test_a_stuck_loop_shows_its_current_lag_to_other_threads_at_once() -> 
     lag = LoopLag(clock)
     assert lag.take_worst_s() == 0.0
     clock.now += 3.0
-    assert lag.stuck_s() == pytest.approx(3.0, abs=0.2)
+    assert lag.current_lag_s() == pytest.approx(3.0, abs=0.2)
     assert lag.take_worst_s() == pytest.approx(3.0, abs=0.2)
 
 
@@ -349,7 +349,7 @@ async def test_a_heartbeat_that_fails_by_a_defect_ends_the_worker_with_an_error(
         stub.queue = attempts(1)
         async with working(stub, Waits, grace_s=600) as started:
             await stub.until(lambda: any(beat.holding for beat in stub.heartbeats))
-            monkeypatch.setattr(LoopLag, "stuck_s", broken)
+            monkeypatch.setattr(LoopLag, "current_lag_s", broken)
             async with asyncio.timeout(20):
                 assert await started.task is False
     assert [key.episode for key in stub.returned] == [make_id(100)]

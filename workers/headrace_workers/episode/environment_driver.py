@@ -246,8 +246,8 @@ class EnvironmentDriver:
 
     def _timeout_failure(self, method: str, timeout_s: float) -> EnvironmentFailure:
         return EnvironmentFailure(
-            f"{method} of {self._task.environment} took longer than its {timeout_s:g} s.",
-            hint="Raise limits.environment_timeout_s if it needs the time.",
+            f"{method} of {self._task.environment} did not return within {timeout_s:g} s.",
+            hint="Raise limits.environment_timeout_s if the call needs longer. Set own_process if it may never return.",
             kind="environment-timeout",
             retryable=True,
         )

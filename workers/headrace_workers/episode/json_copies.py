@@ -16,7 +16,7 @@ MAX_DEPTH = 32
 """Limit on nesting."""
 
 MAX_ITEMS = 20_000
-"""Limit on items of one copy, including omitted ones: they take about 10 ms of the event loop."""
+"""Limit on items of one copy, including omitted ones; copying that many takes about 10 ms."""
 
 MAX_TEXT = 1 << 20
 """Limit on characters of all texts and keys of one copy. A record has one info for each turn."""

@@ -374,7 +374,7 @@ class EpisodeRun:
 
     def _timeout_failure(self) -> InfrastructureFailure:
         return InfrastructureFailure(
-            f"The attempt took longer than its {self._plan.spec.limits.episode_timeout_s:g} s.",
+            f"The attempt did not end within {self._plan.spec.limits.episode_timeout_s:g} s.",
             hint="Raise limits.episode_timeout_s, or find the cause of the delay.",
             kind="episode-timeout",
             retryable=True,

@@ -178,9 +178,9 @@ class ServedPolicy:
             async with deadline:
                 return await self._sample(turn, deadline)
         except TimeoutError as error:
-            raise turn.with_servers(turn.timeout_failure()) from error
+            raise turn.add_servers_to(turn.timeout_failure()) from error
         except PolicyFailure as failure:
-            turn.with_servers(failure)
+            turn.add_servers_to(failure)
             raise
 
     async def _sample(self, turn: TurnSampling, deadline: Deadline) -> Sample:

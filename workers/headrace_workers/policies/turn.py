@@ -3,8 +3,8 @@
 * Each try has its own number, at any server.
 * Parts that the engine interrupted are joined in order: ids, logprobs, version runs. Each has its own seed.
 * With ``restart``, and if continuing is impossible (structured outputs, messages instead of ids), parts are dropped.
-* Time in which the server of the try or all servers were paused counts as pause; backoff and lack of servers counts as
-  waiting.
+* Time while the server of the try, or every server, is paused counts as paused; backoff and time without a server count
+  as waiting.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class TurnSampling:
         self._paused_s += paused_s
         self._waiting_s += max(0.0, self._clock() - started_at - paused_s)
 
-    def with_servers(self, failure: PolicyFailure) -> PolicyFailure:
+    def add_servers_to(self, failure: PolicyFailure) -> PolicyFailure:
         """Add the servers of all tries to the failure."""
         failure.extra["servers"] = self._servers
         return failure

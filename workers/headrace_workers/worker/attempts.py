@@ -23,8 +23,8 @@ from headrace_workers.worker.run_plans import RunPlans
 from headrace_workers.worker.spool import AttemptName, Spool, SpoolEntry, key_of
 
 SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S = 0.04, 0.1
-"""Time for which finished episodes are gathered while others run: this share of an episode's usual duration, up to a
-limit."""
+"""Time that finished episodes may wait to be submitted together while others run: this share of an episode's usual
+duration, up to a limit."""
 
 
 class RunningAttempt:

@@ -1,6 +1,6 @@
 """Event-loop lag: the delay between the time a callback is due and the time it runs.
 
-* A stuck loop shows its current lag to other threads at once.
+* Other threads see the lag of a stuck loop immediately.
 * The current lag and the worst lag are separate values.
 """
 
@@ -28,12 +28,12 @@ class LoopLag:
             await asyncio.sleep(TICK_S)
             self._worst_s = max(self._worst_s, self._clock() - self._due_at)
 
-    def stuck_s(self) -> float:
+    def current_lag_s(self) -> float:
         """Current lag. Safe to call from another thread."""
         return max(0.0, self._clock() - self._due_at)
 
     def take_worst_s(self) -> float:
         """Return and reset the worst lag, including the current one. Safe to call from another thread."""
-        worst_s = max(self._worst_s, self.stuck_s())
+        worst_s = max(self._worst_s, self.current_lag_s())
         self._worst_s = 0.0
         return worst_s

@@ -232,15 +232,15 @@ class Worker:
 
     def _keys_to_renew(self) -> list[messages.AttemptKey]:
         """Keys of the attempts to renew: all held ones, except those whose event loop has been stuck too long."""
-        stuck_s = self._lag.stuck_s()
+        current_lag_s = self._lag.current_lag_s()
         held = self._attempts.assignments()
-        renewed = [key_of(attempt) for attempt in held if stuck_s <= attempt.term_s * STUCK_SHARE]
+        renewed = [key_of(attempt) for attempt in held if current_lag_s <= attempt.term_s * STUCK_SHARE]
         is_stuck = len(renewed) < len(held)
         if is_stuck and not self._is_stuck:
             logger().error(
                 "the event loop is stuck, so its attempts are not renewed; check for an environment with "
                 "blocking = False that blocks",
-                stuck_s=round(stuck_s, 3),
+                current_lag_s=round(current_lag_s, 3),
                 attempts=len(held) - len(renewed),
             )
         self._is_stuck = is_stuck

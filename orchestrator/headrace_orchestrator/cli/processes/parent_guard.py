@@ -1,4 +1,4 @@
-"""A program that replaces itself with a command, which the kernel kills when its parent dies. It is run as a file, so
+"""A program that replaces itself with a command that the kernel kills when the parent dies. It is run as a file, so
 that it starts in milliseconds.
 
 A fork hook in the parent would do the same, but is not safe in a process with threads.

@@ -1,6 +1,7 @@
 """Follow-up decisions after a change: top-ups, retirements, quarantine, cancellation, admission.
 
-* Between commands no group waits for a decision and no credit lies idle; admission stays little ahead of dispatch.
+* Between commands no group waits for a decision and no credit lies idle; admission stays only slightly ahead of
+  dispatch.
 * One dead worker neither quarantines a task nor fails a group: its attempts are queued again and draw no budget. An
   attempt that a live worker dropped draws on the budget, and counts towards quarantine.
 * A task that crashes its worker each time ends: an episode survives ten times ``max_attempts`` lost workers.
@@ -65,7 +66,7 @@ def _decide(state: SchedulerState, run: Run, group: Group, now: float) -> None:
     elif run.is_quarantined(group.task) and any(episode.state == "queued" for episode in group.members):
         for episode in group.members:
             if episode.state == "queued":
-                end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
+                end(state, episode, "failed", "quarantined", "Too many attempts of this task failed.", now)
     elif group.evaluation is not None:
         retire(state, group, "evaluated", now)
     elif reason := run.bound_violation(group):
@@ -144,7 +145,7 @@ def has_attempts_left(run: Run, episode: Episode) -> bool:
 
 
 def quarantine_if_due(state: SchedulerState, run: Run, task: Task, now: float) -> None:
-    """Quarantine a task that killed too many attempts."""
+    """Quarantine a task of which too many attempts failed."""
     if run.kills:
         kills = run.kills.get(task_key(task), [])
         if len(kills) >= run.spec.retries.quarantine_after and not run.is_quarantined(task):
@@ -168,7 +169,7 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
         message = "The worker did not report the end of the cancelled attempt."
         end(state, episode, "cancelled", episode.group.reason, message, now)
     elif run.is_quarantined(episode.group.task):
-        end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
+        end(state, episode, "failed", "quarantined", "Too many attempts of this task failed.", now)
     elif _was_dropped(state, run, episode):
         if has_attempts_left(run, episode):
             requeue(state, episode, "dropped", True, None, now)
@@ -186,8 +187,8 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
 
 
 def _was_dropped(state: SchedulerState, run: Run, episode: Episode) -> bool:
-    """True if the worker listed its attempts late in the term, and left this one out. A lost worker leaves another
-    trace: its attempts were renewed with its last request, or granted just before it."""
+    """True if the worker listed its attempts in the second half of the lease, and left this one out. A lost worker
+    looks different: its attempts were renewed with its last request, or granted just before it."""
     return state.holder_of(episode).listed > episode.deadline - run.spec.attempt_lease_s / 2
 
 

@@ -55,7 +55,7 @@ def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest],
             raise GroupExists(f"Run {run.name} has a group {id!r} already.", hint="Give each group an id of its own.")
         task = parse_task(group.task, id)
         if run.is_quarantined(task):
-            raise Conflict(f"The task of group {id} is quarantined: it killed too many attempts.")
+            raise Conflict(f"The task of group {id} is quarantined: too many of its attempts failed.")
         submitted[id] = (task, size)
     episodes = sum(size for _, size in submitted.values())
     if episodes > MAX_REQUEST_EPISODES:

@@ -21,7 +21,7 @@ class Redeliver(msgspec.Struct, frozen=True):
 
 class Form(msgspec.Struct, frozen=True):
     """Form a batch of these groups, in this order, at this version of the run. ``groups`` are pairs of a group's id and
-    the ids of its stored trajectories, in member order, failed ones left out.
+    the ids of its stored trajectories, in member order, without failed ones.
 
     The state has not changed yet: the shell reads the trajectories and computes the head of the batch, then calls
     ``form``. Changes of the state meanwhile may require another plan."""

@@ -192,7 +192,7 @@ def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     yield from _zero_variance(run)
     yield from _too_long(run)
     if number := len(run.quarantined):
-        message = f"{_count(number, 'task')} quarantined: each killed too many attempts."
+        message = f"{_count(number, 'task')} quarantined: too many attempts of each failed."
         yield Reason(code="quarantined", message=message, facts={"tasks": number})
 
 
@@ -291,7 +291,7 @@ def _failing(run: Run, now: float) -> Iterator[Reason]:
     last = next(failure for failure in reversed(run.recent_failures) if failure is not None and failure.layer == layer)
     backoff = ""
     if run.failure_backoff.since is not None:
-        backoff = f" One attempt at a time is tried, the next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
+        backoff = f" Retrying one attempt at a time; next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
     yield Reason(
         code=f"{layer}-failing",
         message=(

@@ -185,7 +185,7 @@ class Run:
         return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
 
     def is_quarantined(self, task: Task) -> bool:
-        """True if the task killed too many attempts."""
+        """True if too many attempts of the task failed."""
         return bool(self.quarantined) and task_key(task) in self.quarantined
 
     # Admission ------------------------------------------------------------------------------------------------

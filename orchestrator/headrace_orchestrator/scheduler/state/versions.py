@@ -74,8 +74,8 @@ class Versions:
                 return
         raise VersionUnknown(
             f"Version {version} was never announced; the current version is {self.now}.",
-            hint="Announce a version when its weights are loaded, before it is two ahead. A server that another run "
-            "trained is started again, at version 0.0, for a new run.",
+            hint="Announce each version as soon as its weights are loaded. Restart a policy server that another run "
+            "has trained.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Limits a program's writes to its folder: calls that use space check first, and get ENOSPC if it is used up.
+"""Limits a program's writes to its folder: each call that uses space is checked first, and gets ENOSPC if none is left.
 
 * The folder's content is measured, including deleted files that are still open; between two measurements every byte
   written counts as a new one. A folder that cannot be measured counts as full.
@@ -27,8 +27,8 @@ MOST_DEPTH = 50
 """Deepest nesting of folders. A process that walks through them holds a descriptor for each level."""
 
 MOST_NEW_FOLDERS = 50
-"""Most folders that are made between two measurements, so a tree is never deeper than this and ``MOST_DEPTH``
-together."""
+"""Most folders that are made between two measurements, so a tree is never deeper than the sum of this and
+``MOST_DEPTH``."""
 
 
 class GuardedCall(NamedTuple):
@@ -47,7 +47,7 @@ GUARDED_CALLS = {
     "path_open": GuardedCall(
         "i32 i32 i32 i32 i32 i64 i64 i32 i32", "(i32.and (local.get 4) (i32.const 1)) i64.const 0"
     ),  # oflags: creat
-    "path_create_directory": GuardedCall("i32 i32 i32", "(call $few) i32.const 1 i64.const 4096"),
+    "path_create_directory": GuardedCall("i32 i32 i32", "(call $limit_entries) i32.const 1 i64.const 4096"),
     "path_symlink": GuardedCall("i32 i32 i32 i32 i32", "i32.const 1 i64.const 4096"),
     # Measured each time, because it may move one deep tree into another.
     "path_rename": GuardedCall(
@@ -88,14 +88,14 @@ _GUARD = """(module
       (br $next)))
     (local.get $sum))
 
-  (func $few
+  (func $limit_entries
     (if (i32.gt_u (global.get $entries_left) (i32.const {few})) (then (global.set $entries_left (i32.const {few})))))
 
   (func $fits (param $entries i32) (param $bytes i64) (result i32)
     (i32.and (i32.le_u (local.get $entries) (global.get $entries_left))
              (i64.le_u (local.get $bytes) (global.get $bytes_left))))
 
-  (func $may (param $entries i32) (param $bytes i64) (result i32)
+  (func $reserve (param $entries i32) (param $bytes i64) (result i32)
     (if (i32.and (i32.eqz (local.get $entries)) (i64.eqz (local.get $bytes))) (then (return (i32.const 1))))
     (if (i32.eqz (call $fits (local.get $entries) (local.get $bytes))) (then
       (call $room) (global.set $bytes_left) (global.set $entries_left)
@@ -180,7 +180,7 @@ def _guard_text() -> str:
     )
     functions = (
         f"(func ${name} (param {call.parameters}) (result i32) "
-        f"(if (i32.eqz (call $may {call.demand})) (then (return (i32.const {NO_SPACE})))) "
+        f"(if (i32.eqz (call $reserve {call.demand})) (then (return (i32.const {NO_SPACE})))) "
         f"(call $wasi_{name} {_arguments(call.parameters)}))"
         for name, call in GUARDED_CALLS.items()
     )

@@ -156,6 +156,6 @@ for n in range(40):
     assert outcome.returncode == 124
     assert "secret" not in outcome.stdout
     assert outcome.stdout.endswith("Error\nno memory\n")
-    assert outcome.stderr.endswith("No space left on device\nEnded by its limit of disk.\n")
+    assert outcome.stderr.endswith("No space left on device\nStopped at its limit of disk.\n")
     assert run("while True: pass", "--time-s", "0.5").returncode == 124
     assert list((pod.folder / "state/made").iterdir()) == []

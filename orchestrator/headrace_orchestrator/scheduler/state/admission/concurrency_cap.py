@@ -4,7 +4,7 @@
 * A lower cap stops no running episode; nothing is granted until enough of them are over.
 * While the cap holds training back, evaluation keeps to its share of the slots.
 
-It is soft: the watch of the policy servers sets it again after a restart.
+It is not stored: the watch of the policy servers sets it again after a restart.
 """
 
 from __future__ import annotations

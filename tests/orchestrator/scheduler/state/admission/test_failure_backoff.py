@@ -79,4 +79,4 @@ def test_a_failing_environment_is_named_as_the_reason_with_the_time_of_the_next_
     fail_all(harness, 2.0)
     (reason,) = [reason for reason in harness.empty().reasons if reason.code == "environment-failing"]
     assert "16 of the last 16 attempts failed there, the last with crashed" in reason.message
-    assert "One attempt at a time is tried, the next in" in reason.message
+    assert "Retrying one attempt at a time; next in" in reason.message
