@@ -506,12 +506,15 @@ def parse_run_spec(value: Any) -> RunSpec:
         return RunSpec.model_validate(value)
     except ValidationError as error:
         problems = [
-            {"field": ".".join(str(part) for part in item["loc"]) or "(spec)", "problem": item["msg"]}
+            {
+                "field": ".".join(str(part) for part in item["loc"]) or "(spec)",
+                "problem": item["msg"].removeprefix("Value error, "),
+            }
             for item in error.errors(include_url=False, include_input=False, include_context=False)
         ]
         text = "; ".join(f"{item['field']}: {item['problem']}" for item in problems)
         raise InvalidRunSpec(
-            f"The run spec is not valid: {text}.",
+            f"The run spec is not valid: {text.removesuffix('.')}.",
             hint="`headrace run --schema` prints every field with its unit and default.",
             problems=problems,
         ) from error

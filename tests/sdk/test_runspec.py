@@ -65,3 +65,11 @@ def test_a_spec_that_cannot_be_stored_is_refused_at_its_creation(fields: dict[st
     with pytest.raises(InvalidRunSpec, match=named):
         parse_run_spec({"name": "run", **fields})
     parse_run_spec({"name": "run", "seed": 2**63 - 1, "tasks": [{"environment": "e", "kwargs": {"x": [{"y": 1}]}}]})
+
+
+def test_the_error_of_a_refused_spec_reads_as_one_sentence() -> None:
+    with pytest.raises(InvalidRunSpec) as refused:
+        parse_run_spec({"name": "run", "estimator": {"name": "unknown"}})
+    assert refused.value.detail.startswith("The run spec is not valid: estimator.name: No estimator 'unknown'. Known: ")
+    assert refused.value.detail.endswith(".")
+    assert ".." not in refused.value.detail

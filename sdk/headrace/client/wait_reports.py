@@ -40,4 +40,4 @@ def reasons_text(reasons: list[messages.Reason]) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
+    return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -249,8 +249,8 @@ def _stale(run: Run) -> Iterator[Reason]:
         yield Reason(
             code="all-stale",
             message=(
-                f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
-                f"versions behind {run.versions.now}.{hint}"
+                f"{_count(stale, 'group')} went stale since the last batch: more than "
+                f"{_count(run.spec.max_staleness, 'version')} behind {run.versions.now}.{hint}"
             ),
             facts={"stale": stale, "max_staleness": run.spec.max_staleness},
         )

@@ -80,7 +80,7 @@ def test_stale_groups_are_named_as_the_reason(harness):
     reply = harness.empty()
     assert "all-stale" in codes(reply)
     message = next(reason.message for reason in reply.reasons if reason.code == "all-stale")
-    assert message == "4 groups went stale since the last batch: more than 1 versions behind 0.2."
+    assert message == "4 groups went stale since the last batch: more than 1 version behind 0.2."
 
 
 def test_a_run_without_submitted_groups_is_a_reason(harness):
