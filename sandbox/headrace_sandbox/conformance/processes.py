@@ -18,7 +18,7 @@ from headrace_sandbox.conformance.leftovers import Traces, descendants, pids_wit
 from headrace_sandbox.conformance.resources import NO_FORK
 from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, SkipCase, Unclear, case, outcome_of
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
+from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand, SupportsSweep
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 """The freezer of control groups version 1; frozen processes survive even SIGKILL."""
@@ -221,6 +221,8 @@ async def supervisor_killed(context: CaseContext) -> str:
             victim.kill()
         await victim.wait()
     await wait_gone(mark, within_s=START_S)
+    if isinstance(context.runtime, SupportsSweep):
+        await context.runtime.sweep()  # a daemon still holds the ended sandbox
     return CONTAINED
 
 
