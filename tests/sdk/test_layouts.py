@@ -116,7 +116,7 @@ def test_a_row_longer_than_the_width_is_refused() -> None:
 
 def test_a_row_that_samples_its_first_token_cannot_be_shifted() -> None:
     rows = rows_of([make_trajectory(segments=[make_segment(spans=[(0, 4)])])], name="reinforce")
-    with pytest.raises(InvalidRequest, match="Row 0 samples its first token"):
+    with pytest.raises(InvalidRequest, match="Row 0 starts with a sampled token"):
         packed(rows, shift=True)
     assert packed(rows).mask.tolist() == [1, 1, 1, 1]
 
