@@ -58,12 +58,14 @@ class GroupLocations:
             self.add(id, location)
 
     def __iter__(self) -> Iterator[tuple[str, Location]]:
+        # Local names: forming a batch reads every location of its groups, which takes a third of its time.
+        packed, unpack, entry_bytes = self.packed, _ENTRY.unpack_from, _ENTRY.size
         start = 0
-        while start < len(self.packed):
-            position, length, size = _ENTRY.unpack_from(self.packed, start)
-            start += _ENTRY.size
+        while start < len(packed):
+            position, length, size = unpack(packed, start)
+            start += entry_bytes
             end = start + (_UUID_BYTES if size == _UUID else size)
-            name = self.packed[start:end]
+            name = packed[start:end]
             yield _text(name) if size == _UUID else name.decode(), Location.from_position(position, length)
             start = end
 
