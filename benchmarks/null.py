@@ -14,7 +14,7 @@ from headrace_workers.renderers.bytes_renderer import END
 
 
 class Null:
-    """One turn, reward 1."""
+    """An environment of a single turn, with the reward 1."""
 
     blocking = False
 

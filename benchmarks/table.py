@@ -24,7 +24,7 @@ RESULTS = Path("build/bench")
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``better`` tells whether a higher or a lower ratio ``ours / theirs`` is better; ``aim`` is a
+    """A comparison. ``better`` tells whether a higher or a lower ratio ``ours / theirs`` is better; ``aim`` is a
     further goal. A figure that could not be measured is None, and ``against`` gives the reason."""
 
     work: str

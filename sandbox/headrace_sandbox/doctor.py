@@ -61,7 +61,7 @@ NOT_ROOT = (
 
 
 class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the report. ``found``: the evidence in a line. ``hint``: the remedy where it is not ok. ``active``:
+    """A row of the report. ``found``: the evidence in a line. ``hint``: the remedy where it is not ok. ``active``:
     limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the kind of execution. ``any_command``: True
     if it runs any command, not Python alone."""
 

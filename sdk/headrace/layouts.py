@@ -82,7 +82,7 @@ def padded(
     width: int | None = None,
     pad_token_id: int = 0,
 ) -> Layout:
-    """One row per line. ``side`` is the side of the padding; ``width`` defaults to the longest row.
+    """Rows padded to one width. ``side`` is the side of the padding; ``width`` defaults to the longest row.
 
     Raises InvalidRequest if a row is longer than ``width``: rows are never cut.
     """
@@ -102,7 +102,7 @@ def padded(
 
 
 def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
-    """One advantage per row, f32[rows]. Raises InvalidRequest for a row whose turns have different advantages."""
+    """The scalar advantage of each row, f32[rows]. Raises InvalidRequest for a row whose turns have different ones."""
     scalars = np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         advantages = row.advantages
@@ -121,7 +121,7 @@ def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRow:
-    """One turn of a row as a separate row: the tokens up to its end, with only its own span sampled.
+    """A turn of a row as a separate row: the tokens up to its end, with only its own span sampled.
 
     ``token_ids`` i32[n], ``sampled`` u8[n], ``logprobs`` f32[n], ``advantages`` f64[1].
     """
@@ -140,7 +140,7 @@ class TurnRow:
 
 
 def split_turns(rows: Iterable[RowLike]) -> list[TurnRow]:
-    """One row for every turn, in order. No token is trained on twice, but prompts are repeated."""
+    """Rows of one turn each, in order. No token is trained on twice, but prompts are repeated."""
     split = []
     for row in rows:
         for k, turn in enumerate(row.turns):

@@ -77,7 +77,7 @@ class _Model(BaseModel):
 
 
 class EnvironmentSpec(_Model):
-    """One entry of the mixture from which tasks are drawn."""
+    """An entry of the mixture from which tasks are drawn."""
 
     id: EnvironmentId
     """Environment id, such as ``game:GuessTheNumber-v0-hard``, of 1 to 200 characters."""
@@ -90,7 +90,7 @@ class EnvironmentSpec(_Model):
 
 
 class TaskSpec(_Model):
-    """One task of a fixed list."""
+    """A task of a fixed list."""
 
     environment: EnvironmentId
     """Environment id, of 1 to 200 characters."""

@@ -81,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One problem instance. The seed determines the environment completely; sampling is seeded per episode.
+    """A problem instance. The seed determines the environment completely; sampling is seeded per episode.
 
     ``example`` is a dataset row that is passed to the environment's constructor as ``example=``, unless it is None.
     ``id`` is the submitter's name for the task (its position, for a list or a mixture). ``tags`` are labels by which a
@@ -156,7 +156,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One policy action and the environment's response to it.
+    """A policy action and the environment's response to it.
 
     ``index`` counts the turns of the whole episode, over all agents. ``[start, end)`` is the sampled span in the
     segment, at least one token. A reward that arrives between an agent's turns belongs to its last turn.
@@ -211,7 +211,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message as text, for people; tokens are in the segments. ``turn`` is the turn that wrote it, or -1."""
+    """A message as text, for people; tokens are in the segments. ``turn`` is the turn that wrote it, or -1."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[ContentPart]

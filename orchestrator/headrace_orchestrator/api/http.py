@@ -47,7 +47,7 @@ class HttpResponse:
 
 
 class HttpRequest:
-    """One request, with the parameters of its path and the fields of its query."""
+    """A request, with the parameters of its path and the fields of its query."""
 
     __slots__ = ("_disconnected", "_max_wait_s", "_receive", "body", "granted_s", "params", "query")
 

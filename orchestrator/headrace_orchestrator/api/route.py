@@ -1,4 +1,4 @@
-"""One row of the route table."""
+"""A row of the route table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One operation. Without ``roles`` it is open to all, with or without a token. ``request`` and ``response`` are the
+    """An operation. Without ``roles`` it is open to all, with or without a token. ``request`` and ``response`` are the
     types of the JSON bodies, or a media type as text. ``name``: the operation, by default the name of the handler.
     ``direct`` does the same as ``handler`` without a task."""
 

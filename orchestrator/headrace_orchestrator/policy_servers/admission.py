@@ -68,7 +68,7 @@ RETURN_THRESHOLD_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Load:
-    """One reading of a server's metrics, summed over its engines. ``running``, ``waiting``: numbers of requests.
+    """A reading of a server's metrics, summed over its engines. ``running``, ``waiting``: numbers of requests.
     ``kv_cache_used``: share, 0 to 1, of the fullest engine. Counters since the server's start: ``completed`` requests,
     ``preemptions``, ``tokens`` generated. ``max_adapters``: number of adapters that run at a time; 0 if unknown."""
 

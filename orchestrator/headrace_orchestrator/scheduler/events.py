@@ -36,7 +36,7 @@ class RunClosed(Event, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One episode of a group at its admission."""
+    """An episode of a group at its admission."""
 
     episode: str
     member: int
@@ -79,7 +79,7 @@ class GroupCut(Event, frozen=True, kw_only=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt granted to a worker."""
+    """An attempt granted to a worker."""
 
     episode: str
     attempt: int

@@ -41,7 +41,7 @@ ASSETS_BYTES = 32 << 20
 
 
 class Service(Lifecycle):
-    """One data directory's service."""
+    """The service of a data directory."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Service(Lifecycle):
     # Views ----------------------------------------------------------------------------------------------------
 
     def run_status(self, run: str) -> messages.RunStatus:
-        """One run. Raises UnknownRun."""
+        """The status of a run. Raises UnknownRun."""
         return self._run_status(self.require_stored(), run)
 
     def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:

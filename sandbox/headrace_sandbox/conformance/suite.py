@@ -149,7 +149,7 @@ CaseFunction = Callable[[CaseContext], Awaitable[str]]
 
 
 class ConformanceCase(msgspec.Struct, frozen=True):
-    """One case. ``number``: as in the docs. ``title``: the program's action. ``harmless``: it may run where nothing
+    """A case. ``number``: as in the docs. ``title``: the program's action. ``harmless``: it may run where nothing
     isolates. ``of_runtime``: it tests the whole runtime, and runs in only one of its columns."""
 
     number: str

@@ -91,7 +91,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a folder. ``path`` is relative to the scratch folder; ``size_bytes`` as the file system reports
+    """An entry of a folder. ``path`` is relative to the scratch folder; ``size_bytes`` as the file system reports
     it."""
 
     path: str

@@ -43,7 +43,7 @@ _ROW_PLACE = ("row_trajectory", "row_segment", "row_group")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One segment to train on. Arrays are read-only views of the batch.
+    """A segment to train on. Arrays are read-only views of the batch.
 
     ``index`` is its number in the whole batch, ``bin`` the number of its bin. ``returns``, ``rewards``,
     ``weights`` f64[turns]; a turn's weight is 1, or its sampled tokens with token weighting.

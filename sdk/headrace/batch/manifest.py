@@ -75,7 +75,7 @@ class MomentSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One group. Its ``actual`` trajectories follow those of the group before it.
+    """A group. Its ``actual`` trajectories follow those of the group before it.
 
     ``single``: an agent has only one member in its comparison, and so no baseline. ``zero_variance``: every comparison
     has at least two members, all with equal reward. ``agents``: moments of episode rewards by agent. ``low``: lowest

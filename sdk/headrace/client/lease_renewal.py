@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class LeaseRenewer:
-    """One daemon thread, started when the first batch is held."""
+    """A daemon thread, started when the first batch is held."""
 
     def __init__(self, operations: Operations, connections: ConnectionPool) -> None:
         self._operations = operations

@@ -30,7 +30,7 @@ _HEAD_CHARS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """One HTTP request. ``wait_s`` is the long poll that it asks for; the read timeout is added to it."""
+    """An HTTP request. ``wait_s`` is the long poll that it asks for; the read timeout is added to it."""
 
     method: str
     target: str
@@ -40,7 +40,7 @@ class ApiRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiResponse:
-    """One HTTP response. Header names are in lower case."""
+    """An HTTP response. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]

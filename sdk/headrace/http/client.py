@@ -163,7 +163,7 @@ class HttpClient:
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One connection, for one request at a time.
+    """A connection, for one request at a time.
 
     It adds itself to ``all_`` once it is connected: an event loop creates the protocol before it knows that the
     connection was refused.

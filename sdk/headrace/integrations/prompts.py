@@ -30,7 +30,7 @@ class PromptGroup(NamedTuple):
 
 
 class EpisodeTokens(NamedTuple):
-    """One episode as lists. ``prompt_ids`` end before the policy's first token; the other lists have one entry for each
+    """An episode as lists. ``prompt_ids`` end before the policy's first token; the other lists have one entry for each
     token from there on. ``mask`` is 1 where the policy sampled; ``logprobs`` and ``rewards`` are 0 elsewhere."""
 
     prompt_ids: list[int]

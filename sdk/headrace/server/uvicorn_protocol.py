@@ -113,7 +113,7 @@ class _DirectRequest(NamedTuple):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection.
+    """A connection.
 
     The application may have a method ``direct(scope)``. It returns the handler of a request that needs no task and has
     a body of at most ``SMALL_BYTES``, or None for any other; it never returns a handler for a HEAD request.

@@ -58,7 +58,7 @@ class FrameType(IntEnum):
     CONTROL = 2
     """Scheduler events. Stored twice."""
     TRAJECTORY = 3
-    """One trajectory record as it was submitted."""
+    """A trajectory record as it was submitted."""
     BATCH = 4
     """The body of a batch up to its records."""
     FOOTER = 5

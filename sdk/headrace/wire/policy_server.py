@@ -240,7 +240,7 @@ class CompletionRequest(TokenSampling, frozen=True, kw_only=True, omit_defaults=
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a chat. ``content`` is text, or parts in OpenAI's form."""
+    """A message of a chat. ``content`` is text, or parts in OpenAI's form."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -293,7 +293,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""One item for each token of a prompt, by token id. The first token has no logprob, and its item is None."""
+"""An item for each token of a prompt, by token id. The first token has no logprob, and its item is None."""
 
 
 class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,7 +327,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion. ``weight_versions`` is an addition of other servers; vLLM does not send it here."""
+    """A completion. ``weight_versions`` is an addition of other servers; vLLM does not send it here."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -399,7 +399,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RpcResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One result for each process of the engine."""
+    """The results of the engine's processes, one each."""
 
     results: list[LoadResult]
 

@@ -133,7 +133,7 @@ async def killed_at(phase: str, n: int, tap: Tap, deployed: Deployment, orchestr
 @contextmanager
 def learner(deployed: Deployment, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A learner process that runs ``code`` with its client, and then keeps running."""
-    program = f"import sys, time, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\ntime.sleep(600)"
+    program = f"import signal, sys, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\nsignal.pause()"
     process = subprocess.Popen([sys.executable, "-c", program, deployed.url, *arguments])
     try:
         yield process

@@ -227,7 +227,7 @@ async def test_every_call_ends_when_the_socket_closes_or_the_server_dies() -> No
 
 async def test_the_server_ends_with_its_worker_even_while_it_imports_a_module(tmp_path: Path) -> None:
     (tmp_path / "endless_import.py").write_text(
-        "import os, time\nprint(os.getpid(), file=open('pid', 'w', 1))\ntime.sleep(60)"
+        "import os, signal\nprint(os.getpid(), file=open('pid', 'w', 1))\nsignal.pause()"
     )
     worker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CALLING_WORKER), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -56,7 +56,7 @@ class NamedImage(NamedTuple):
 
 
 class EnvironmentAnswer(msgspec.Struct, frozen=True):
-    """One answer of an environment, by agent, with its images. After a reset only observations, history and info are
+    """An answer of an environment, by agent, with its images. After a reset only observations, history and info are
     set."""
 
     observations: dict[str, Content]

@@ -55,7 +55,7 @@ class EnvironmentKinds:
 
 
 class EnvironmentDriver:
-    """One environment of one episode. Times are in seconds, by the injected monotonic ``clock``."""
+    """An environment of one episode. Times are in seconds, by the injected monotonic ``clock``."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class _EpisodeOver(Exception):
 
 
 class EpisodeRun:
-    """One attempt of an episode. Call ``run`` once, then ``close``."""
+    """An attempt of an episode. Call ``run`` once, then ``close``."""
 
     def __init__(self, tools: EpisodeTools, assignment: Assignment, plan: RunPlan) -> None:
         self._tools = tools

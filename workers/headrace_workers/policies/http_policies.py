@@ -151,7 +151,7 @@ class ServedPolicies:
 
 
 class ServedPolicy:
-    """One policy behind a pool of servers. ``run``: the run that owns the weights; empty for any."""
+    """A policy behind a pool of servers. ``run``: the run that owns the weights; empty for any."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ ProtocolName = Literal["generate", "completions", "chat"]
 
 
 class AnswerChoice(NamedTuple):
-    """One choice of an answer, in the form shared by all protocols. ``prompt``: the prompt ids that the server reports.
+    """A choice of an answer, in the form shared by all protocols. ``prompt``: the prompt ids that the server reports.
     ``spans``: the weights that sampled each range of tokens. ``images``: the ranges of the prompt that are images."""
 
     token_ids: list[int] | None

@@ -23,7 +23,7 @@ MAX_N = 256
 """Most answers to one request."""
 
 AnswerData = dict[str, Any]
-"""One choice of a completion, as JSON-able data."""
+"""A choice of a completion, as JSON-able data."""
 
 
 class _SamplingParameters(msgspec.Struct, kw_only=True):

@@ -34,7 +34,7 @@ class SamplerSettings(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """One sampled answer. ``logprobs[i]`` is that of ``token_ids[i]``."""
+    """A sampled answer. ``logprobs[i]`` is that of ``token_ids[i]``."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -120,7 +120,7 @@ def read_manifest(backup: Path) -> BackupManifest:
 
 
 class _BackupRun:
-    """One attempt at a backup."""
+    """An attempt at a backup."""
 
     def __init__(self, data: Path, destination: Path, on_progress: OnProgress) -> None:
         self._data, self._destination = data, destination

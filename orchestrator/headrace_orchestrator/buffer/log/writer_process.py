@@ -63,7 +63,7 @@ class _Setup(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """One call of the ``LogFileWriter``, with its data in the shared memory."""
+    """A call of the ``LogFileWriter``, with its data in the shared memory."""
 
     call: Literal["reopen", "write", "write new file"]
     memory_bytes: int

@@ -80,7 +80,7 @@ LOCATED_TABLES = ("trajectories", "batches", "batch_members")
 
 
 Statement = tuple[str, tuple[Any, ...]]
-"""One change to the tables: SQL and its values. A plain tuple, because each record needs one."""
+"""A change to the tables: SQL and its values. A plain tuple, because each record needs one."""
 
 
 def rows(entries: Iterable[LocatedEntry]) -> Iterator[Statement]:

@@ -1,4 +1,4 @@
-"""One training of the demo: a new policy and a new run, an evaluation, a learner, and another evaluation.
+"""A training of the demo: a new policy and a new run, an evaluation, a learner, and another evaluation.
 
 Evaluations are greedy, over every target, through the evaluation API. If the learner fails, the training fails with the
 end of the learner's log.

@@ -44,7 +44,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One process to run. ``environment`` is added to this process's own. Later stages stop first."""
+    """A process to run. ``environment`` is added to this process's own. Later stages stop first."""
 
     name: str
     command: Sequence[str]

@@ -16,7 +16,7 @@ MAX_LISTED = 1000
 
 
 def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
-    """One run."""
+    """The status of a run."""
     latest = max(run.learners.values(), key=lambda learner: learner.reported_at, default=None)
     reasons, _ = empty_reasons(state, run, now)
     return messages.RunStatus(

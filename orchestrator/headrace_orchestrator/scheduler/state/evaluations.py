@@ -20,7 +20,7 @@ longest poll."""
 
 
 class Evaluation:
-    """One evaluation. ``deadline`` is soft: a replay renews its full term."""
+    """An evaluation. ``deadline`` is soft: a replay renews its full term."""
 
     __slots__ = (
         "cut",

@@ -96,7 +96,7 @@ GROUP_MOVES: dict[GroupState, frozenset[GroupState]] = {
 
 
 class Episode:
-    """One try at a task, with its latest attempt."""
+    """A try at a task, with its latest attempt."""
 
     __slots__ = (
         "attempt",

@@ -61,7 +61,7 @@ class LearnerActivity:
 
 
 class Run:
-    """One run."""
+    """A run."""
 
     def __init__(self, spec: RunSpec, bounds: SharedBounds, episodes: dict[str, Episode]) -> None:
         self.spec = spec

@@ -19,7 +19,7 @@ GONE_S = 60.0
 
 
 class WorkerState:
-    """One worker."""
+    """A worker."""
 
     __slots__ = ("attempts", "capabilities", "heard", "listed", "name", "pool", "seen", "slots", "stats", "watched")
 

@@ -12,7 +12,7 @@ FindingKind = Literal["record", "copy", "head", "footer", "file", "projection", 
 
 
 class FsckFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of damage. ``names``: ids of the affected trajectories or batches, as far as they are known. ``lost``:
+    """A piece of damage. ``names``: ids of the affected trajectories or batches, as far as they are known. ``lost``:
     the data cannot be restored; otherwise the rest of the directory compensates for the damage."""
 
     kind: FindingKind

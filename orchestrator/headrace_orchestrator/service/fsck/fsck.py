@@ -82,7 +82,7 @@ def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -
 
 
 class LogCheck:
-    """One pass over a log from its start to its end."""
+    """A pass over a log from its start to its end."""
 
     def __init__(self, data: Path, projection: ProjectionCopy | None, on_progress: OnProgress) -> None:
         directory = data / "log"

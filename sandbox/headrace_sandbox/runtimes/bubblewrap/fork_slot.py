@@ -52,7 +52,7 @@ SLOT_STARTED, CHILD_READY, CHILD_FAILED, PROGRAM_ENDED = b"s", b"r", b"f", b"e"
 
 
 class Slot:
-    """One slot. Its life: ``make``; then ``wait_ready``, ``start``, ``wait_gone`` for one program after the other;
+    """A slot. Its life: ``make``; then ``wait_ready``, ``start``, ``wait_gone`` for one program after the other;
     ``close``."""
 
     def __init__(self, group: Cgroup) -> None:

@@ -50,7 +50,7 @@ MOST_STREAMS = 10_000
 
 
 class ArchiveEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry. ``path`` is relative, without '.' and '..'. ``target``: of a link, relative to its folder."""
+    """An entry. ``path`` is relative, without '.' and '..'. ``target``: of a link, relative to its folder."""
 
     path: str
     kind: EntryKind

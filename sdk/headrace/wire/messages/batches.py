@@ -40,7 +40,7 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One reason why no batch can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
+    """A reason why no batch can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
     evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, adapters, draining,
     closed, filtered, zero-variance, row-too-long. A layer that keeps failing has LAYER-failing, such as policy-failing.

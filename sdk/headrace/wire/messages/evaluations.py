@@ -22,7 +22,7 @@ class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class EvaluationEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One episode of an evaluation that is over. ``reward`` is the sum over turns of agents that train."""
+    """An episode of an evaluation that is over. ``reward`` is the sum over turns of agents that train."""
 
     episode: str
     task: Task

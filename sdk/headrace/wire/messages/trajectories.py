@@ -8,7 +8,7 @@ from headrace.trajectory import Failure, Status
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One trajectory in a listing."""
+    """A trajectory in a listing."""
 
     id: str
     run: str

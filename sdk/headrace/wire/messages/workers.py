@@ -41,7 +41,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One granted attempt. The worker fetches the run's spec once per run."""
+    """A granted attempt. The worker fetches the run's spec once per run."""
 
     run: str
     group: str
