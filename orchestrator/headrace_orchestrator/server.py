@@ -2,6 +2,7 @@
 
 * The port answers from the start: ``/healthz`` with 200, ``/readyz`` with the phase of the start.
 * A port in use, a data directory in use, and a public address without tokens are refused with advice.
+* A failure of the store that only a new start can mend ends the process with an error, after its clients were told.
 * SIGTERM stops the process gracefully: not ready, long polls answered, open requests ended, log and projection on
   disk, exit 0.
 """
@@ -43,7 +44,8 @@ worker's submission at a tenth of that."""
 
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
-    """Run until SIGTERM or SIGINT; returns after a graceful stop. Raises SetupError if it cannot start."""
+    """Run until SIGTERM or SIGINT; returns after a graceful stop. Raises SetupError if it cannot start, and StoreError
+    if the store failed in a way that only a new start can mend."""
     logs.configure(settings.log_level, settings.log_format)
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -60,7 +62,8 @@ async def serve(
     start_log_writer: StartLogWriter = start_log_writer_thread,
 ) -> None:
     """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
-    handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""
+    handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start, and StoreError
+    if the store failed in a way that only a new start can mend."""
     auth = load_auth(settings.tokens, settings.host)
     directory = DataDirectory.claim(settings.data)
     try:
@@ -85,6 +88,7 @@ async def _serve(
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(service.start())
+    failing = asyncio.create_task(service.stopped())
     try:
         async with http_server(
             app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.shutdown_timeout_s
@@ -94,12 +98,15 @@ async def _serve(
                 if starting.done() and not stopping.done():
                     starting.result()
                     ready()
-                    await asyncio.wait({http, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({http, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 log.info("stopping")
                 service.drain()
                 stopping.cancel()
+                failing.cancel()
     finally:
         await asyncio.wait({starting})
         await service.close()
+    if failing.done() and not failing.cancelled():
+        raise failing.result()
     log.info("stopped")

@@ -5,7 +5,7 @@
 * A process that does not reach its crash point in time is killed anyway, and counts as "at any moment"; the next one
   needs fewer passes and gets more time. Only time in which the orchestrator serves counts, not that of its starts.
 * The death of an orchestrator may be a power cut: then its disk loses unsynced data.
-* An orchestrator that lost its log writer reports it in a typed error, and is then killed.
+* An orchestrator that lost its log writer tells its clients in a typed error, and ends by itself with a status.
 * A proxy in front of the service records everything that is acknowledged; at the end that is compared with the store.
 * A process that ends on its own, or gets an unexpected error, is a violation too.
 """
@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace import Client
-from headrace.errors import HeadraceError, StoreError, Unavailable
+from headrace.errors import HeadraceError
 from tests.chaos import roles
 from tests.chaos.checker import Findings, check
 from tests.chaos.disk import SURVIVING_SHARES, cut_power, mark_all_synced
+from tests.chaos.listener import SPEC as QUIET_SPEC
+from tests.chaos.listener import LossListener
 from tests.chaos.log_writer import LOST
 from tests.chaos.plan import Plan
 from tests.chaos.roles import PHASES
@@ -51,8 +53,12 @@ SPEC: dict[str, Any] = {
 LIFE_S = 3.0
 """Seconds of serving time after which a process that has not reached its crash point is killed."""
 
-REPORT_LOSS_S = 60.0
-"""Seconds for an orchestrator to report the loss of its log writer; only a faulty one takes as long."""
+LOSS_S = 60.0
+"""Seconds for an orchestrator to end after the loss of its log writer; only a faulty one takes as long."""
+
+TOLD_LOSSES = 3
+"""Losses of the log writer of which a waiting client must have been told at least once. It may miss one: a start has
+no clients yet."""
 
 FINISH_S = 60.0
 """Seconds for the end of the run after the kills."""
@@ -156,7 +162,8 @@ class RoleProcess:
     def death_phase(self) -> str:
         """The phase in which the process died; empty while it lives. One that lives too long is killed."""
         assert self._child is not None
-        if self._child.is_alive() and not self._reports_lost_writer():
+        if self._child.is_alive():
+            self._allow_time_to_end()
             if self._clock() < self._ends_at:
                 return ""
             self.end()
@@ -168,20 +175,11 @@ class RoleProcess:
             self._turns.append((self._phase, 0))
         return self._phase
 
-    def _reports_lost_writer(self) -> bool:
-        if not self.has_lost_its_writer:
-            return False
-        if not self._saw_loss:
+    def _allow_time_to_end(self) -> None:
+        """Let an orchestrator that lost its log writer end by itself."""
+        if self.has_lost_its_writer and not self._saw_loss:
             self._saw_loss = True
-            self._set_lifetime(REPORT_LOSS_S, time.monotonic)
-        with Client(f"http://127.0.0.1:{self._plan.port}", keepalive=False, retry_for_s=0) as client:
-            try:
-                client.pull("run", timeout_s=0)
-            except (StoreError, Unavailable) as error:
-                return "the process that writes the log ended" in error.detail
-            except HeadraceError:
-                pass
-        return False
+            self._set_lifetime(LOSS_S, time.monotonic)
 
     @property
     def has_lost_its_writer(self) -> bool:
@@ -189,8 +187,8 @@ class RoleProcess:
         return self._phase == LOST and self._plan.lost.exists()
 
     @property
-    def failed_to_report_loss(self) -> bool:
-        """Whether it lost its writer and was queried after that; the writer may also die while it is killed itself."""
+    def survived_loss(self) -> bool:
+        """Whether it lost its writer and was seen alive after that; the writer may also die while it is killed."""
         return self.has_lost_its_writer and self._saw_loss
 
     @property
@@ -220,6 +218,8 @@ class Report:
     cuts: int = 0
     cut_names: int = 0
     cut_bytes: int = 0
+    told_losses: int = 0
+    """Number of times that a waiting client was told of the loss of the log writer."""
     findings: Findings = field(default_factory=Findings)
     duration_s: float = 0.0
 
@@ -257,12 +257,15 @@ class Campaign:
                 self._begin(processes[0])
                 for process in processes[1:]:
                     process.start()
-                self._crash(processes, begun + self._settings.within_s)
+                with LossListener(self._url) as listener:
+                    self._crash(processes, begun + self._settings.within_s)
+                self.report.told_losses = listener.losses
                 self._finish(processes, recorder)
             finally:
                 for process in processes:
                     process.end()
-        self.report.findings.violations += self._unexpected + self._too_few() + self._missing_phases()
+        missing = self._too_few() + self._missing_phases() + self._untold_losses()
+        self.report.findings.violations += self._unexpected + missing
         self.report.duration_s = time.monotonic() - begun
         return self.report
 
@@ -280,6 +283,7 @@ class Campaign:
         wait_for("the orchestrator is ready", lambda: answers(f"{self._url}/readyz"))
         with Client(self._url, keepalive=False) as client:
             client.create_run(SPEC)
+            client.create_run(QUIET_SPEC)
         # The run itself is durable, whatever the fault: without a run no violation could show.
         orchestrator.end(gracefully=True)
         mark_all_synced(self.folder / "data", self.folder / "synced")
@@ -309,9 +313,16 @@ class Campaign:
         phases = [(role, phase) for role, names in self._settings.phases.items() for phase in names]
         return [f"no {role} died while {phase}" for role, phase in phases if not self.report.kills[role, phase]]
 
+    def _untold_losses(self) -> list[str]:
+        """The violation if no waiting client was told of several losses of the log writer."""
+        losses = self.report.kills["orchestrator", LOST]
+        if losses < TOLD_LOSSES or self.report.told_losses:
+            return []
+        return [f"no client was told of {losses} losses of the log writer"]
+
     def _record_kill(self, process: RoleProcess, phase: str) -> None:
-        if process.failed_to_report_loss and phase == ANY_MOMENT:
-            self._unexpected.append("an orchestrator did not report the loss of its log writer")
+        if process.survived_loss and phase == ANY_MOMENT:
+            self._unexpected.append("an orchestrator did not end after the loss of its log writer")
         stopped = process.has_lost_its_writer and process.exit_code == roles.STOPPED
         if process.exit_code != -signal.SIGKILL and phase != "closing" and not stopped:
             self._unexpected.append(f"{process.role} ended unexpectedly with {process.exit_code} while {phase}")

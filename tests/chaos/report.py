@@ -22,6 +22,7 @@ def print_report(report: Report, console: Console) -> None:
         table.add_section()
     console.print(table)
     findings = report.findings
+    console.print(f"a waiting client was told of {report.told_losses} losses of the log's writer")
     console.print(
         f"{report.cuts} power cuts lost {report.cut_names} names and {report.cut_bytes:,} bytes that were not synced"
     )
@@ -41,6 +42,7 @@ def as_json(report: Report) -> str:
         "cuts": report.cuts,
         "cut_names": report.cut_names,
         "cut_bytes": report.cut_bytes,
+        "told_losses": report.told_losses,
         "records": findings.records,
         "batches": findings.batches,
         "redelivered": findings.redelivered,

@@ -79,15 +79,15 @@ PHASES: dict[str, dict[str, int]] = {
 """Phases by role, with the highest pass of its crash points at which a process dies: about a second of work.
 
 Orchestrator: ``appending``, ``syncing`` and ``rotating`` (a new file of the log, and its name) are crash points of the
-log writer, where both processes die; in ``losing the writer`` it dies alone, and the orchestrator is killed after it
-reported that. ``syncing other files`` syncs a directory or a file beside the log, ``answering`` has stored a change and
-not responded yet, ``closing`` ends gracefully. Worker: ``leasing`` has got attempts, ``sending`` sends an asset,
-``answered`` has got the response that its records are stored. Learner: ``holding`` has a batch, ``acked`` has got the
-response and has not stored the new version.
+log writer, where both processes die; in ``losing the writer`` it dies alone, and the orchestrator ends by itself.
+``syncing other files`` syncs a directory or a file beside the log, ``answering`` has stored a change and not responded
+yet, ``closing`` ends gracefully. Worker: ``leasing`` has got attempts, ``sending`` sends an asset, ``answered`` has got
+the response that its records are stored. Learner: ``holding`` has a batch, ``acked`` has got the response and has not
+stored the new version.
 """
 
 STOPPED = 3
-"""Exit status of an orchestrator whose start ended with a typed error because its log writer was lost."""
+"""Exit status of an orchestrator that ended with a typed error because its log writer was lost."""
 
 
 def set_up_process(plan: Plan) -> CrashPoints:

@@ -10,8 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from headrace.errors import StoreError
 from headrace_orchestrator.server import serve
 from headrace_orchestrator.service import lifecycle
+from headrace_orchestrator.service.storage.retention import RetentionLoop
 from headrace_orchestrator.settings import Settings
 from tests.orchestrator.serving import Api, orchestrator, until
 
@@ -74,6 +76,20 @@ async def test_a_stop_during_the_start_ends_the_process(data_dir: Path, monkeypa
     monkeypatch.undo()
     async with orchestrator(data_dir) as api:
         assert (await api.ask("GET", "/v1/runs/run"))["episodes"] == {"finished": 4}
+
+
+async def test_a_background_task_that_fails_ends_the_process_with_its_error(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def fail(self: RetentionLoop) -> list[int]:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(RetentionLoop, "step", fail)
+    with pytest.raises(StoreError, match=r"task RetentionLoop.run failed \(ZeroDivisionError: a fault\)"):
+        await serve(Settings(data=data_dir, port=0), ready=lambda address: None)
+    monkeypatch.undo()
+    async with orchestrator(data_dir) as api:
+        await api.ask("GET", "/readyz")
 
 
 async def test_cancelling_the_task_stops_it_gracefully(data_dir: Path):

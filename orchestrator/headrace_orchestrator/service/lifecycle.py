@@ -3,6 +3,9 @@
 * Until the log is read, every request is answered ``unavailable``, with the phase, its progress and an estimate.
 * A failing store makes the service not ready; the error is reported, and the service is ready again once the disk has
   stored the waiting frames. Console and metrics show the state in memory meanwhile, and the failure.
+* A failure that only a start can mend, such as the loss of the log's writer, ends the service: clients are told the
+  reason, and the process ends with an error, so that its supervisor starts it anew.
+* A background task that fails unexpectedly ends the service in the same way.
 * A draining service answers all long polls at once.
 """
 
@@ -108,6 +111,7 @@ class Lifecycle:
         self._running: RunningService | None = None
         self._syncs: deque[float] = deque(maxlen=RECENT_SYNCS)
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopped = asyncio.Event()
 
     # Start ----------------------------------------------------------------------------------------------------
 
@@ -177,7 +181,9 @@ class Lifecycle:
         )
         collection = AssetCollection(store, assets)
         loops = (self._project, self._measure_lag, collection.run, retention.run, PageCacheTrimmer(store).run)
-        self._tasks = [asyncio.create_task(loop()) for loop in loops]
+        self._tasks = [asyncio.create_task(loop(), name=loop.__qualname__) for loop in loops]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
         shell.commit()
         await store.log.synced()
         self._phase = "ready"
@@ -186,6 +192,17 @@ class Lifecycle:
         log.info("ready", epoch=self.epoch, trajectories=trajectories, replayed_s=replayed_s)
 
     # End ------------------------------------------------------------------------------------------------------
+
+    async def stopped(self) -> StoreError:
+        """The error after which only a new start helps; returns when it happens."""
+        await self._stopped.wait()
+        return StoreError(f"The store failed: {self._failure}.", hint="Start the orchestrator anew.")
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._log is not None:
+            log.error("a background task failed", task=task.get_name(), exc_info=error)
+            self._log.stop(f"the background task {task.get_name()} failed ({type(error).__name__}: {error})")
 
     def drain(self) -> None:
         """Accept nothing new, and answer all long polls."""
@@ -247,8 +264,10 @@ class Lifecycle:
     def _on_disk_failure(self) -> None:
         """Stop the scheduler's timer and wake all long polls until the disk has stored the waiting frames."""
         if self._log is not None:
-            hint = "restart the orchestrator" if self._log.stopped else "tried again until it does"
-            log.error("the disk refuses writes", problem=self._log.failure, what_next=hint)
+            hint = "the orchestrator ends" if self._log.stopped else "tried again until it does"
+            log.error("the store refuses writes", problem=self._log.failure, what_next=hint)
+            if self._log.stopped:
+                self._stopped.set()
         self._update_metrics()
         if self._running is not None:
             self._running.shell.stop_timer()
@@ -312,5 +331,5 @@ class Lifecycle:
     @property
     def _remedy(self) -> str:
         if self._log is not None and self._log.stopped:
-            return "Fix the cause, and restart the orchestrator."
+            return "The orchestrator ends; `headrace up`, or another supervisor, starts it anew."
         return "Fix the cause: the orchestrator continues by itself."

@@ -153,11 +153,11 @@ class Shell:
 
     def _stop(self, error: Exception) -> InternalError:
         """Stop deciding and storing: a restart goes back to the state in the log."""
-        log.exception("a decision could not be stored; restart the orchestrator")
+        log.exception("a decision could not be stored; the orchestrator ends")
         problem = f"a decision could not be stored ({type(error).__name__}: {error}), so memory and log differ"
         self.store.log.stop(problem)
         self.stop_timer()
-        return InternalError(f"The orchestrator stopped: {problem}.", hint="Restart it, then ask again.")
+        return InternalError(f"The orchestrator stopped: {problem}.", hint="Ask again when it has been started anew.")
 
     # Time -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Shell:
             self.core.tick(self.now())
             self.commit()
         except StoreError as error:
-            log.error("time does not pass any more; restart the orchestrator", problem=error.detail)
+            log.error("time does not pass until the store works", problem=error.detail)
         except Exception as error:  # noqa: BLE001 - nothing awaits a timer: it is logged whole, and the service stops
             if not self.store.log.failure:
                 self._stop(error)

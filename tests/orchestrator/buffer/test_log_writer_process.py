@@ -290,7 +290,7 @@ async def test_if_it_ends_during_a_batch_every_waiter_gets_the_reason(log_dir: P
     assert await found_in(log_dir) == [b"stored"]
 
 
-async def test_if_it_ends_while_the_disk_fails_only_a_restart_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_if_it_ends_while_the_disk_fails_only_a_new_start_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"stored")
@@ -302,7 +302,7 @@ async def test_if_it_ends_while_the_disk_fails_only_a_restart_helps(log_dir: Pat
         of(log)._process.kill()
         log.retry()
         await settled(log)
-        with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)\. .*restart"):
+        with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)\. .*started anew"):
             await log.synced()
     assert await found_in(log_dir) == [b"stored"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.client.sync_client import Client
+from headrace_orchestrator.buffer.log.writer_process import SUPPORTED
 from headrace_orchestrator.cli.demo.processes import demo_service
 from headrace_orchestrator.cli.up import up
+from tests.orchestrator.service.test_log_writer import children
 
 UP = [sys.executable, "-m", "headrace_orchestrator.cli", "up", "--workers", "1", "--slots", "2", "--port", "0"]
 
@@ -40,6 +43,32 @@ def test_up_prints_one_line_for_each_component_and_a_signal_stops_all_components
     assert process.returncode == 0
     assert [line["component"] for line in printed[:2]] == ["orchestrator", "worker-0"]
     assert [(line["component"], line["what"]) for line in ended] == [("worker-0", "ended"), ("orchestrator", "ended")]
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no process of its own here")
+def test_an_orchestrator_that_lost_its_log_writer_is_started_anew_with_all_that_was_acknowledged(
+    data_dir: Path,
+) -> None:
+    command = [*UP, "--data", str(data_dir), "--policy-endpoint", "http://127.0.0.1:9", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            started, _, page = [json.loads(process.stdout.readline()) for _ in range(3)]
+            with Client(page["url"], retry_for_s=60) as client:
+                client.create_run({"name": "r", "environments": [{"id": "no:one"}], "max_concurrent": 1})
+                (writer,) = children(int(started["detail"]))
+                os.kill(writer, signal.SIGKILL)
+                restarts = [json.loads(process.stdout.readline()) for _ in range(2)]
+                assert [run.name for run in client.runs()] == ["r"]
+                client.close_run("r")
+        finally:
+            process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert [(line["component"], line["what"]) for line in restarts] == [
+        ("orchestrator", "restarting"),
+        ("orchestrator", "started"),
+    ]
+    assert "exit code 1" in restarts[0]["detail"]
 
 
 def test_the_tiny_policy_may_have_another_port(data_dir: Path) -> None:

@@ -60,22 +60,26 @@ def test_a_restart_at_once_after_a_kill_works_and_nothing_acknowledged_is_lost(s
     assert "Traceback" not in service.said
 
 
-async def test_a_service_whose_writer_ended_before_its_first_batch_reports_it(service: Service):
-    async with aiohttp.ClientSession(service.start()) as session:
-        os.kill(service.writer, signal.SIGKILL)
-        await until(lambda: is_unready(session))
+def test_a_service_whose_writer_was_killed_before_its_first_batch_ends_with_a_status(service: Service):
+    service.start()
+    os.kill(service.writer, signal.SIGKILL)
+    assert service.wait() == 1
+    assert "the process that writes the log ended (SIGKILL)" in service.said
 
 
-async def test_a_service_whose_writer_ended_reports_it_and_ends_gracefully(service: Service):
+async def test_a_service_whose_writer_was_killed_tells_its_clients_and_ends_with_a_status(service: Service):
     async with aiohttp.ClientSession(service.start()) as session:
         api = Api(session)
-        await api.create_run()
+        await api.create_run(max_concurrent=1)
+        await api.lease(free=4)
+        waiting = {"worker": "w", "slots": 1, "free": 1, "wait_s": 30}
+        answer = asyncio.create_task(api.ask("POST", "/v1/worker/lease", waiting, status=503))
+        await until(lambda: is_waiting(session))
         os.kill(service.writer, signal.SIGKILL)
-        await until(lambda: is_unready(session))
-        answer = await api.ask("POST", "/v1/worker/lease", {"worker": "w", "slots": 1, "free": 1}, status=503)
-        assert "the process that writes the log ended (SIGKILL)" in answer["detail"]
-        assert "restart the orchestrator" in answer["hint"]
-    assert service.end(signal.SIGTERM) == 0
+        told = await answer
+        assert "the process that writes the log ended (SIGKILL)" in told["detail"]
+        assert "starts it anew" in told["hint"]
+    assert service.wait() == 1
     assert "Traceback" not in service.said
     async with aiohttp.ClientSession(service.start()) as session:
         assert [run["name"] for run in await Api(session).ask("GET", "/v1/runs")] == ["run"]
@@ -246,6 +250,7 @@ def service(data_dir: Path) -> Iterator[Service]:
         found.kill()
 
 
-async def is_unready(session: aiohttp.ClientSession) -> bool:
-    async with session.get("/readyz") as answer:
-        return answer.status == 503
+async def is_waiting(session: aiohttp.ClientSession) -> bool:
+    """Whether a worker that asked for work has been heard."""
+    async with session.get("/v1/status") as answer:
+        return "w" in {worker["worker"] for worker in (await answer.json())["workers"]}

@@ -481,7 +481,7 @@ class Log:
 
     def _store_error(self) -> StoreError:
         if self.stopped:
-            hint = "This request may not be stored. Fix the cause, then restart the orchestrator and try again."
+            hint = "This request may not be stored. The orchestrator ends; try again once it has been started anew."
         else:
             hint = "This request may not be stored. The orchestrator continues once the disk accepts writes; try again."
         return StoreError(f"The log in {self._directory} cannot be written: {self.failure}.", hint=hint)
