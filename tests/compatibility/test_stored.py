@@ -108,7 +108,7 @@ def test_a_run_draws_the_same_tasks_and_seeds_as_before(earlier: EarlierData) ->
                 specs[event.run] = parse_run_spec(event.spec)
             elif isinstance(event, GroupAdmitted) and event.position >= 0:
                 spec, drawn = specs[event.run], drawn + 1
-                assert source_of(spec).task(event.position) == event.task
+                assert source_of(spec).next_task(event.position, ()) == (event.position, event.task)
                 seeds = [sampling_seed(spec.seed, event.position, member.member) for member in event.members]
                 assert seeds == [member.sampling_seed for member in event.members]
     assert drawn > 40

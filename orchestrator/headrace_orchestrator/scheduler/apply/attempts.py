@@ -23,7 +23,7 @@ from headrace_orchestrator.scheduler.apply.group_progress import (
 from headrace_orchestrator.scheduler.apply.groups import cut, retire
 from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, USABLE, Episode, Group
-from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.run import Run, remember
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 LEASE_EXPIRED = "lease-expired"
@@ -184,7 +184,10 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
 
 
 def _count_kill(run: Run, episode: Episode, description: str, *, once: bool = False) -> None:
-    kills = run.kills.setdefault(task_key(episode.group.task), [])
+    key = task_key(episode.group.task)
+    if key not in run.kills:
+        remember(run.kills, key, [], run.remembered_tasks)
+    kills = run.kills[key]
     if once and any(line.endswith(description) for line in kills):
         return  # one worker was lost with several episodes of the task
     kills.append(f"episode {episode.id} attempt {episode.attempt}: {description}")
@@ -192,7 +195,7 @@ def _count_kill(run: Run, episode: Episode, description: str, *, once: bool = Fa
 
 def task_quarantined(state: SchedulerState, event: events.TaskQuarantined, now: float) -> None:
     run, key = state.runs[event.run], task_key(event.task)
-    run.quarantined[key] = event.task
+    remember(run.quarantined, key, event.task, run.remembered_tasks)
     for group in list(run.open_groups.values()):
         if task_key(group.task) == key:
             drop_undispatched(run, group, "TaskQuarantined")

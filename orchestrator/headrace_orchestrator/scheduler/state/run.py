@@ -6,7 +6,7 @@ Soft fields (deadlines, what the learner does) are marked; a replay resets them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
@@ -25,8 +25,12 @@ from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.versions import Versions, span_of
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 REMEMBERED = 4096
-"""Closed batches and ended submitted groups that are remembered, so that a late repeat gets a typed answer."""
+"""Closed batches, ended submitted groups and quarantined tasks that are remembered, so that a late repeat gets a typed
+answer."""
 
 ADMIT_AHEAD = 1024
 """Queued episodes from which on admission waits although credit is left: more than any worker requests at once, and
@@ -133,7 +137,8 @@ class Run:
         self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
         #: Failures of the last attempts; None for an attempt that did not fail.
         self.recent_failures: deque[Failure | None] = deque(maxlen=RECENT_ATTEMPTS)
-        #: Attempts that each task killed, by task key, and the quarantined tasks.
+        #: Attempts that each task killed, by task key, and the quarantined tasks: all of a list, and the latest others.
+        #: A mixture does not draw an older one again.
         self.kills: dict[bytes, list[str]] = {}
         self.quarantined: dict[bytes, Task] = {}
         #: Soft: when groups of which a member has ended are cut, earliest first.
@@ -184,6 +189,11 @@ class Run:
         """True if more groups in a row went stale than the ledger holds twice, and than failures are remembered."""
         return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
 
+    @property
+    def remembered_tasks(self) -> int:
+        """Tasks whose kills and quarantine are remembered."""
+        return REMEMBERED + len(self.spec.tasks or ())
+
     def is_quarantined(self, task: Task) -> bool:
         """True if too many attempts of the task failed."""
         return bool(self.quarantined) and task_key(task) in self.quarantined
@@ -192,12 +202,7 @@ class Run:
 
     def next_task(self) -> tuple[int, Task] | None:
         """Position and task of the next group of the run's own source, quarantined ones skipped; None at its end."""
-        position = self.position
-        task = self.source.task(position)
-        while task is not None and self.quarantined and task_key(task) in self.quarantined:
-            position += 1
-            task = self.source.task(position)
-        return None if task is None else (position, task)
+        return self.source.next_task(self.position, self.quarantined)
 
     @property
     def admits(self) -> bool:
@@ -311,7 +316,7 @@ class Run:
         return [batch for batch in self.batches.values() if self.is_for_any_pull(batch.groups[0])]
 
 
-def remember(memory: dict[str, Any], key: str, value: Any, limit: int = REMEMBERED) -> None:
+def remember(memory: dict[K, V], key: K, value: V, limit: int = REMEMBERED) -> None:
     """Add to a memory of bounded length; the oldest entry is dropped first."""
     memory[key] = value
     if len(memory) > limit:

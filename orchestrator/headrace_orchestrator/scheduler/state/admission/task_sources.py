@@ -2,6 +2,7 @@
 
 * The draws of a run depend on its seed and the position alone, never on timing.
 * A list is used in order, once for each of its epochs; then it is over.
+* Quarantined tasks are skipped; the work of it is bounded by the tasks of a list, whatever its epochs.
 * No global generator is used; every number is a hash of its seed and place.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Container
 from itertools import accumulate
 from typing import Protocol
 
@@ -42,8 +44,9 @@ def task_key(task: Task) -> bytes:
 class TaskSource(Protocol):
     """Tasks by position, from 0."""
 
-    def task(self, position: int) -> Task | None:
-        """The task at a position; None from the end on."""
+    def next_task(self, position: int, quarantined: Container[bytes]) -> tuple[int, Task] | None:
+        """The first task from a position on whose key is not quarantined, with its position; None at the end. A key
+        stays quarantined from call to call."""
 
 
 class MixtureSource:
@@ -53,7 +56,14 @@ class MixtureSource:
         self._spec = spec
         self._bounds = list(accumulate(entry.weight for entry in spec.environments))
 
-    def task(self, position: int) -> Task | None:
+    def next_task(self, position: int, quarantined: Container[bytes]) -> tuple[int, Task] | None:
+        task = self._task(position)
+        while quarantined and task_key(task) in quarantined:
+            position += 1
+            task = self._task(position)
+        return position, task
+
+    def _task(self, position: int) -> Task:
         entry = self._entry(position)
         return Task(
             environment=entry.id,
@@ -87,15 +97,41 @@ class ListSource:
             for index, task in enumerate(spec.tasks or [])
         ]
         self._end = len(self._tasks) * spec.epochs
+        #: By the index of a quarantined task, an index before which all others from it on are quarantined too.
+        self._skips: dict[int, int] = {}
 
-    def task(self, position: int) -> Task | None:
-        return self._tasks[position % len(self._tasks)] if position < self._end else None
+    def next_task(self, position: int, quarantined: Container[bytes]) -> tuple[int, Task] | None:
+        if position < self._end and quarantined:
+            epoch, index = divmod(position, len(self._tasks))
+            index = self._skip_quarantined(index, quarantined)
+            if index == len(self._tasks):
+                epoch, index = epoch + 1, self._skip_quarantined(0, quarantined)
+            if index == len(self._tasks):
+                return None
+            position = epoch * len(self._tasks) + index
+        return (position, self._tasks[position % len(self._tasks)]) if position < self._end else None
+
+    def _skip_quarantined(self, index: int, quarantined: Container[bytes]) -> int:
+        """The first index from one on whose task is not quarantined; the length of the list if there is none. Each task
+        is found quarantined once; later searches jump over it."""
+        passed: list[int] = []
+        while index < len(self._tasks):
+            following = self._skips.get(index)
+            if following is None:
+                if task_key(self._tasks[index]) not in quarantined:
+                    break
+                following = index + 1
+            passed.append(index)
+            index = following
+        for one in passed:
+            self._skips[one] = index
+        return index
 
 
 class LearnerSource:
     """An empty source: the learner submits groups."""
 
-    def task(self, position: int) -> Task | None:
+    def next_task(self, position: int, quarantined: Container[bytes]) -> tuple[int, Task] | None:
         return None
 
 
