@@ -243,6 +243,14 @@ class RequestTooLarge(RequestError):
     title = "The request body is too large"
 
 
+class RequestHeadTooLarge(RequestError):
+    """The request line with all headers, or the trailers, are larger than the service reads."""
+
+    status = 431
+    code = "request-head-too-large"
+    title = "The request's headers are too large"
+
+
 class InvalidRunSpec(RequestError):
     status = 422
     code = "invalid-run-spec"

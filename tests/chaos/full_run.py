@@ -65,6 +65,9 @@ READERS = _tests(
     "10 stalled readers (G08)", "tests/orchestrator/service/test_projection_readers.py", HEADRACE_G08_ROUNDS="10"
 )
 SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/service/test_kills.py", HEADRACE_SANDBOX_KILLS="50")
+CLIENTS = _tests(
+    "idle connections and endless headers", "tests/chaos/test_hostile_clients.py", CHAOS_HOSTILE_ROUNDS="20"
+)
 PROGRAMS = _tests(
     "10,000 hostile programs",
     "-s",
@@ -73,7 +76,7 @@ PROGRAMS = _tests(
 )
 
 LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS))
-ALONE = (PROGRAMS,)
+ALONE = (CLIENTS, PROGRAMS)
 
 
 async def run(lanes: Sequence[Sequence[Part]], alone: Sequence[Part], console: Console) -> int:

@@ -23,7 +23,7 @@ from headrace.common.ids import new_id
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.server import logs
 from headrace.server.auth import Auth
-from headrace.server.uvicorn_protocol import SMALL_BYTES, BodyHandler, Respond
+from headrace.server.uvicorn_protocol import SMALL_BYTES, TOKEN_ACCEPTED, BodyHandler, Respond
 from headrace.wire.messages import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator.api.http import (
     HttpRequest,
@@ -115,7 +115,7 @@ class OrchestratorApp:
                 header = headers_of(scope)
                 route, params = self._router.find("GET" if method == "HEAD" else method, scope["path"])
                 template = route.path
-                self._authorize(header, route)
+                self._authorize(header, route, scope)
                 body = await read_body(receive, header(b"content-length"), self._max_body_bytes)
                 request = HttpRequest(params, scope["query_string"], body, receive, self._max_wait_s)
                 response = await self._response(route, request)
@@ -143,7 +143,7 @@ class OrchestratorApp:
         if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > min(SMALL_BYTES, self._max_body_bytes):
             return None
         try:
-            self._authorize(header, route)
+            self._authorize(header, route, scope)
         except HeadraceError:
             return None
         return functools.partial(self._enqueue, _RoutedRequest(route, scope, time.perf_counter()))
@@ -179,10 +179,12 @@ class OrchestratorApp:
         self._metrics.count_request(route.method, route.path, response.status, time.perf_counter() - started_at)
         respond(response.status, response_head(response, response.body, self._service.epoch), response.body)
 
-    def _authorize(self, header: Callable[[bytes], str], route: Route) -> None:
+    def _authorize(self, header: Callable[[bytes], str], route: Route, scope: Scope) -> None:
         """Raise Unauthorized or Forbidden."""
         self._auth.refuse_web_pages(header)
         self._auth.check(header(b"authorization"), route.roles)
+        if route.roles:
+            scope["extensions"][TOKEN_ACCEPTED]()
 
     async def _response(self, route: Route, request: HttpRequest) -> HttpResponse:
         reply = await route.handler(self._service, request)

@@ -28,7 +28,7 @@ from headrace.errors import (
 )
 from headrace.server import logs
 from headrace.server.auth import Auth, Role
-from headrace.server.uvicorn_protocol import DISCONNECT_CALLBACKS
+from headrace.server.uvicorn_protocol import DISCONNECT_CALLBACKS, TOKEN_ACCEPTED
 from headrace.wire.messages import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased_sandbox import LeasedSandbox, lease_over
 from headrace_sandbox.pool.pool import Pool
@@ -113,6 +113,8 @@ class App:
                 route, roles, handler = self._find(scope["method"], scope["path"])
                 self._auth.refuse_web_pages(lambda name: headers.get(name, b"").decode("latin-1"))
                 self._auth.check(headers.get(b"authorization", b"").decode("latin-1"), roles)
+                if roles:
+                    scope["extensions"][TOKEN_ACCEPTED]()
                 body = await _read_body(receive, self._max_body_bytes)
                 watch.begin()
                 reply = await handler(body)

@@ -4,6 +4,7 @@
 * SIGTERM and SIGINT set an event, on which the service stops in order.
 * A port that is in use or cannot be bound is refused, with a hint.
 * A stop waits some time for open requests, and then closes the remaining connections.
+* Open connections are limited, so that descriptors are left for everything else (``connection_limit``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import uvicorn
 import uvloop
 
 from headrace.errors import PortInUse, SetupError
+from headrace.server.connection_limit import limit_for_descriptors, raise_descriptor_limit
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace.server.uvicorn_protocol import HttpProtocol, HttpServer, require_supported_uvicorn
 
@@ -38,6 +40,7 @@ def run_until_signal(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
     Raises SetupError for an unsupported version of uvicorn.
     """
     require_supported_uvicorn()
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(serve))
 
@@ -84,7 +87,9 @@ async def http_server(
     A request must arrive completely within ``request_timeout_s`` seconds. At the end open requests have
     ``shutdown_timeout_s`` seconds to finish.
     """
-    protocol = functools.partial(HttpProtocol, RequestTimeouts(idle_s=KEEP_ALIVE_S, request_s=request_timeout_s))
+    limit = limit_for_descriptors(asyncio.get_running_loop().time)
+    timeouts = RequestTimeouts(idle_s=KEEP_ALIVE_S, request_s=request_timeout_s)
+    protocol = functools.partial(HttpProtocol, limit, timeouts)
     server = HttpServer(
         uvicorn.Config(
             app,

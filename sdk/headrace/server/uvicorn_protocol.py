@@ -6,6 +6,10 @@
 * A small request that the application handles directly needs no task, and its response is sent in one write.
 * A body may consist of several buffers, which are sent without joining them.
 * Unread data for a client on this machine fits into a processor's cache.
+* The head of a request, its trailers and the number of requests that wait on a connection are bounded.
+* Trailers are dropped: a request has the headers that it began with.
+* A request that cannot be parsed, or has too large a head, is answered with a problem body.
+* Connections are limited; the application tells on which ones a token was accepted (``connection_limit``).
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from headrace.errors import SetupError
+from headrace.errors import InvalidRequest, RequestError, RequestHeadTooLarge, SetupError
+from headrace.server.connection_limit import ConnectionLimit
 from headrace.server.request_timeouts import RequestTimeouts, RequestTimer
+from headrace.wire.messages import PROBLEM_MEDIA_TYPE
 
 UVICORN_RANGE = ">=0.53,<0.55"
 """Versions of uvicorn that this module supports. Before 0.53 a response does not announce the end of its connection."""
@@ -31,6 +38,19 @@ UVICORN_RANGE = ">=0.53,<0.55"
 DISCONNECT_CALLBACKS = "headrace.disconnect_callbacks"
 """Extension of a request's scope: a list of callbacks. Waiting for ``http.disconnect`` would take a task for each
 request."""
+
+TOKEN_ACCEPTED = "headrace.token_accepted"
+"""Extension of a request's scope: a function to call when the request's token was accepted for a route that needs one,
+or is not needed by this service. The connection is then among the last to be closed at the limit."""
+
+MAX_HEAD_BYTES = 64 << 10
+"""Most bytes of a request line with all headers, and of trailers. Clients send less than 1 KiB, proxies add as much."""
+
+MAX_HEADERS = 128
+"""Most headers of a request."""
+
+MAX_WAITING_REQUESTS = 16
+"""Most requests of a connection that wait for the response of an earlier one; the clients of Headrace send none so."""
 
 SMALL_BYTES = HIGH_WATER_LIMIT
 """Longest body of a request that is handled directly: uvicorn reads at most this much before an application receives
@@ -119,22 +139,50 @@ class HttpProtocol(HttpToolsProtocol):
     a body of at most ``SMALL_BYTES``, or None for any other; it never returns a handler for a HEAD request.
     """
 
-    def __init__(self, timeouts: RequestTimeouts, *, config: uvicorn.Config, **options: Any) -> None:
+    def __init__(
+        self, limit: ConnectionLimit, timeouts: RequestTimeouts, *, config: uvicorn.Config, **options: Any
+    ) -> None:
         super().__init__(config=config, **options)
+        self._limit = limit
         self._timeouts = timeouts
+        self._unparsed_bytes = 0
+        """Bytes received since the last part of a body or the last complete request: those of a head or of trailers."""
+        self._refusal: RequestError | None = None
         self._direct_handler: Callable[[Any], BodyHandler | None] = getattr(config.app, "direct", lambda scope: None)
         self._direct: _DirectRequest | None = None
         self._disconnect_callbacks: list[Callable[[], object]] = []
-        self._extensions: Any = {DISCONNECT_CALLBACKS: self._disconnect_callbacks}
+        self._extensions: Any = {
+            DISCONNECT_CALLBACKS: self._disconnect_callbacks,
+            TOKEN_ACCEPTED: functools.partial(limit.accept, self),
+        }
+
+    @property
+    def waits_for_client(self) -> bool:
+        """True unless the application handles a complete request: a client that sends only a part of one, or does not
+        read its response, is waited for."""
+        return self.cycle is None or self.cycle.more_body or self.cycle.response_complete or self.flow.write_paused
+
+    @property
+    def idle_since(self) -> float | None:
+        """Order in which connections between two requests became idle; None during a request."""
+        return self.timeout_keep_alive_task.when() if self.timeout_keep_alive_task is not None else None
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         _bound_send_buffer(transport)
         super().connection_made(cast(asyncio.Transport, _Transport(cast(asyncio.Transport, transport))))
         self._timer = RequestTimer(self._timeouts, self.loop.call_later, self.transport.abort)
+        if not self._limit.open(self):
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._timer.stop()
+        self._limit.remove(self)
+        self._extensions[TOKEN_ACCEPTED] = _do_nothing  # the other one refers to this connection, which refers to it
         direct, self._direct = self._direct, None
         if direct is not None:  # handled like any request whose client disconnected
             super()._start_asgi_task(direct.cycle, direct.app)
@@ -142,15 +190,55 @@ class HttpProtocol(HttpToolsProtocol):
             call()
 
     def data_received(self, data: bytes) -> None:
+        self._unparsed_bytes += len(data)
         super().data_received(data)
+        if self._unparsed_bytes > MAX_HEAD_BYTES and self._refusal is None:
+            self._refusal = _too_large_head(f"is larger than {MAX_HEAD_BYTES} bytes")
+            self.send_400_response("")
         self._timer.bytes_received(is_idle=self.cycle is None or self.cycle.response_complete)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer that the data received is not a request, or is too large, and close the connection. uvicorn calls this
+        when its parser fails, also because a callback raised."""
+        error = self._refusal = self._refusal or InvalidRequest(msg, hint="Send an HTTP/1.1 request.")
+        if self.cycle is None or self.cycle.response_complete:  # else it would be read as the response to another one
+            body = msgspec.json.encode(error.problem())
+            head = f"content-type: {PROBLEM_MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(b"".join([STATUS_LINE[error.status], head.encode(), body]))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
         self._timer.request_begun()
 
+    def on_headers_complete(self) -> None:
+        if self._unparsed_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS or self.pipeline:
+            self._require_bounds()
+        super().on_headers_complete()
+        self._unparsed_bytes = 0
+        self.headers = []  # the parser adds trailers to it
+
+    def _require_bounds(self) -> None:
+        """Raise RequestHeadTooLarge for a head that is too large, or if too many requests wait: this stops the parser.
+        The bytes received may include a body, so those of the head are counted."""
+        head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if head_bytes > MAX_HEAD_BYTES:
+            self._refusal = _too_large_head(f"is larger than {MAX_HEAD_BYTES} bytes")
+        elif len(self.headers) > MAX_HEADERS:
+            self._refusal = _too_large_head(f"has more than {MAX_HEADERS} headers")
+        elif len(self.pipeline) >= MAX_WAITING_REQUESTS:
+            self._refusal = InvalidRequest(f"More than {MAX_WAITING_REQUESTS} requests wait on one connection.")
+        if self._refusal is not None:
+            raise self._refusal
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        self.headers = []
         super().on_message_complete()
         self._timer.request_complete()
         self._handle_if_complete()
@@ -169,6 +257,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._direct = None
             body, direct.cycle.body = bytes(direct.cycle.body), bytearray()
             direct.handler(body, functools.partial(_respond, direct.cycle))
+
+
+def _too_large_head(problem: str) -> RequestHeadTooLarge:
+    return RequestHeadTooLarge(f"The head of the request {problem}.", hint="Send fewer or shorter headers.")
 
 
 def _bound_send_buffer(transport: asyncio.BaseTransport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import socket
 import tomllib
 import weakref
@@ -16,6 +17,9 @@ import uvicorn
 from headrace.errors import SetupError
 from headrace.server.uvicorn_protocol import (
     DISCONNECT_CALLBACKS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_WAITING_REQUESTS,
     SEND_BUFFER_BYTES,
     UVICORN_RANGE,
     BodyHandler,
@@ -247,3 +251,106 @@ async def test_unread_data_for_a_client_on_this_machine_fits_into_a_processors_c
     with socket.socket() as reference:
         reference.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         assert (size_bytes == reference.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)) is bounded
+
+
+CHUNK_BYTES = 256 << 10
+"""Most bytes that an event loop reads at once."""
+
+
+def refusal(wire: Wire) -> tuple[int, str]:
+    """Status and code of the one response, which closes the connection."""
+    head, _, body = b"".join(wire.written).partition(b"\r\n\r\n")
+    assert b"application/problem+json" in head
+    assert b"connection: close" in head
+    assert wire.closed
+    return int(head.split()[1]), json.loads(body)["code"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /" + b"x" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nlong: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nlong: " + b"x" * (10 * CHUNK_BYTES),  # one header that never ends
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * CHUNK_BYTES,
+        b"\r\n" * CHUNK_BYTES,
+    ],
+    ids=["a long path", "a long header", "an endless header", "many headers", "endless headers", "empty lines"],
+)
+async def test_the_head_of_a_request_is_bounded(data: bytes):
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    feed(protocol, wire, data)
+    assert refusal(wire) == (431, "request-head-too-large")
+    await settled()
+    assert not app.tasks
+    protocol.connection_lost(None)
+
+
+def feed(protocol: HttpProtocol, wire: Wire, data: bytes) -> int:
+    """Pass data as an event loop does, until the connection is closed; returns the number of bytes passed."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        if wire.closed:
+            return start
+        protocol.data_received(data[start : start + CHUNK_BYTES])
+    return len(data)
+
+
+async def test_a_head_within_the_bounds_is_read_whatever_the_size_of_the_body_behind_it():
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    headers = b"a: b\r\n" * (MAX_HEADERS - 2) + b"long: " + b"x" * (MAX_HEAD_BYTES - 2000) + b"\r\n"
+    body = bytes(2 * CHUNK_BYTES)
+    feed(protocol, wire, b"POST /all HTTP/1.1\r\nContent-Length: %d\r\n%s\r\n%s" % (len(body), headers, body))
+    await settled()
+    assert app.tasks == ["/all"]
+    assert b"431" not in b"".join(wire.written)
+    protocol.connection_lost(None)
+
+
+CHUNKED = b"POST /all HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailers", [b"a: b\r\n" * CHUNK_BYTES, b"long: " + b"x" * 4 * CHUNK_BYTES])
+async def test_trailers_are_bounded(trailers: bytes):
+    wire = Wire()
+    protocol = connected(App(), wire)
+    assert feed(protocol, wire, CHUNKED + trailers) <= 2 * CHUNK_BYTES
+    assert wire.closed
+    protocol.connection_lost(None)
+
+
+async def test_trailers_are_dropped_so_a_request_has_the_headers_that_it_began_with():
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append(scope["headers"])
+
+    protocol = connected(app, Wire())
+    protocol.data_received(CHUNKED + b"authorization: Bearer of-somebody\r\n\r\n")
+    await settled()
+    assert seen == [[(b"transfer-encoding", b"chunked")]]
+    assert not protocol.headers
+    protocol.connection_lost(None)
+
+
+async def test_the_requests_that_wait_on_a_connection_are_bounded():
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received((HEAD + b"\r\nbody") * (1 + MAX_WAITING_REQUESTS))
+    assert not wire.closed
+    protocol.data_received(HEAD + b"\r\nbody")
+    assert wire.closed
+    assert not wire.written, "it would be read as the response to the first request"
+    assert len(protocol.pipeline) == MAX_WAITING_REQUESTS
+    protocol.connection_lost(None)
+
+
+async def test_a_request_that_cannot_be_parsed_is_answered_with_a_problem_body():
+    wire = Wire()
+    protocol = connected(App(), wire)
+    protocol.data_received(b"HELLO\r\n\r\n")
+    assert refusal(wire) == (400, "invalid-request")
+    protocol.connection_lost(None)

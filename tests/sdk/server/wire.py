@@ -8,6 +8,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from headrace.server.connection_limit import ConnectionLimit
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace.server.uvicorn_protocol import HttpProtocol
 
@@ -44,10 +45,11 @@ class Wire(asyncio.Transport):
         return default
 
 
-def connected(app: Any, wire: Wire) -> HttpProtocol:
-    """The protocol of a new connection."""
+def connected(app: Any, wire: Wire, limit: ConnectionLimit | None = None) -> HttpProtocol:
+    """The protocol of a new connection; without ``limit`` it is the only one of its service."""
     config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
     protocol = HttpProtocol(
+        limit or ConnectionLimit(1, 1, asyncio.get_running_loop().time),
         RequestTimeouts(idle_s=60, request_s=60),
         config=config,
         server_state=ServerState(),
