@@ -26,6 +26,10 @@ from tests.workers.tiny_policy import prompts
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
 
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""The model of the real server has other defaults."""
+
+
 class Kind(NamedTuple):
     """One kind of server. ``logprobs(folder, prompt, ids)`` computes the logprobs of sampled ids independently."""
 
@@ -56,7 +60,7 @@ class Server:
         headers = fields.pop("headers", None)
         body = {"model": "policy", "return_token_ids": True, **{k: fields.pop(k) for k in ("model",) if k in fields}}
         prompt = fields.pop("prompt", self.prompt)
-        sampling = {"max_tokens": 64, "logprobs": 0, **fields}
+        sampling = {"max_tokens": 64, "logprobs": 0, **NEUTRAL, **fields}
         if path == GENERATE:
             body |= {"token_ids": prompt, "sampling_params": sampling}
         else:

@@ -36,6 +36,12 @@ async def test_logprobs_are_those_before_temperature_and_top_p(server: Server, p
 
 
 @BOTH
+async def test_top_k_1_is_greedy(server: Server, path: str):
+    greedy = ids((await server.sample(path, temperature=0))["choices"][0])
+    assert ids((await server.sample(path, seed=5, top_k=1))["choices"][0]) == greedy
+
+
+@BOTH
 async def test_temperature_0_repeats_and_seeds_repeat_and_differ(server: Server, path: str):
     async def drawn(**fields: float) -> list[int]:
         return ids((await server.sample(path, **fields))["choices"][0])
@@ -126,6 +132,8 @@ async def test_the_logprobs_of_a_prompt_are_returned_on_request(server: Server):
         ({"temperature": -1}, 400),
         ({"top_p": 0}, 400),
         ({"top_p": 1.5}, 400),
+        ({"top_k": -2}, 400),
+        ({"min_p": 1.5}, 400),
         ({"max_tokens": 0}, 400),
         ({"n": 0}, 400),
         ({"seed": "x"}, 400),

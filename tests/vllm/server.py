@@ -35,6 +35,10 @@ BACKGROUND = 5
 """Niceness of what starts while other tests run: they have deadlines."""
 
 
+GENERATION_CONFIG = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+"""Sampling defaults of the session's model: no request of Headrace may be sampled with them."""
+
+
 class Kind(NamedTuple):
     """A server of the session. ``write`` makes its model in a folder; ``arguments`` are vLLM's."""
 
@@ -42,9 +46,15 @@ class Kind(NamedTuple):
     arguments: tuple[str, ...]
 
 
+def write_tied_model(folder: Path) -> None:
+    """Write a tiny model with tied embeddings, and with sampling defaults as many published models have them."""
+    write_model(folder, tied=True)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
+
+
 KINDS: dict[str, Kind] = {
     "vllm_server": Kind(
-        lambda folder: write_model(folder, tied=True),
+        write_tied_model,
         (
             *("--max-model-len", "2048"),
             *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8"),

@@ -16,7 +16,7 @@ from headrace.errors import PolicyFailure
 from headrace.runspec import SamplingSpec
 from headrace.trajectory import Message, Sampling
 from headrace_workers.policies import Policy, Sample, SampleRequest, ServedPolicies
-from tests.vllm.server import Vllm
+from tests.vllm.server import GENERATION_CONFIG, Vllm
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 
@@ -66,6 +66,18 @@ async def test_every_route_returns_the_same_tokens_and_the_engines_logprobs(
     assert [str(run.version) for run in generated.versions] == ["0.0"]
     for sample in (generated, completed):
         await check(vllm, list(REQUEST.prompt), sample)
+
+
+@pytest.mark.parametrize("protocol", ["generate", "completions", "chat"])
+async def test_sampling_defaults_of_the_models_folder_apply_on_no_route(
+    policies: ServedPolicies, protocol: Any
+) -> None:
+    policy = policies.at([], protocol=protocol)
+    samples = await asyncio.gather(
+        *(policy.sample(asked(id=f"d{seed}-1-0", sampling=Sampling(seed=seed), max_tokens=1)) for seed in range(160))
+    )
+    distinct = {sample.token_ids[0] for sample in samples}
+    assert len(distinct) > 2 * GENERATION_CONFIG["top_k"]
 
 
 async def test_a_chat_returns_the_ids_of_its_prompt_and_answer(vllm: Vllm, policies: ServedPolicies) -> None:

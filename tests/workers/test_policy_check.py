@@ -70,6 +70,30 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
     assert findings[check].remedy
 
 
+FILTERS = {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
+
+
+async def test_sampling_defaults_of_the_models_folder_do_not_apply_because_requests_state_all_parameters(
+    tmp_path: Path,
+) -> None:
+    folder = make_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(FILTERS))
+    found = (await findings_of(folder))["sampling"]
+    assert found.status == "PASS"
+    assert "generation_config.json (temperature 0.5, top_p 0.9, top_k 3) does not apply" in found.detail
+
+
+@pytest.mark.parametrize("defaults", [{"temperature": 0.5}, {"top_p": 0.94}, {"top_k": 3}, FILTERS])
+async def test_a_server_that_replaces_sampling_parameters_is_named_by_a_statistical_probe(
+    tmp_path: Path, defaults: dict[str, float]
+) -> None:
+    folder = make_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    found = (await findings_of(folder, wrong="overrides"))["sampling"]
+    assert (found.status, "was requested, but not used" in found.detail) == ("FAIL", True)
+    assert f"generation_config.json ({', '.join(f'{k} {v}' for k, v in defaults.items())})" in found.remedy
+
+
 async def test_a_check_of_a_missing_feature_is_skipped(tmp_path: Path) -> None:
     findings = await findings_of(make_model(tmp_path), wrong="unscored")
     assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server returns no prompt_logprobs")

@@ -4,6 +4,7 @@ get one thing wrong."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 from collections.abc import AsyncIterator
@@ -26,8 +27,14 @@ OTHERWISE = -20.0
 """Log-probability of a token that never comes."""
 
 
+@functools.cache
+def _next_tokens(last: tuple[int, ...], vocab_size: int) -> list[int]:
+    return random.Random(str(list(last))).sample([id_ for id_ in range(vocab_size) if id_ % 7], 4)
+
+
 class TokenServer:
-    """Serves ``policy``. ``wrong`` names what it gets wrong; empty: nothing."""
+    """Serves ``policy``. ``wrong`` names what it gets wrong; empty: nothing. Sampling parameters that a request does
+    not state are those of the model's ``generation_config.json``, as in vLLM; with ``overrides`` they always are."""
 
     def __init__(self, tokenizer: FolderTokenizer, wrong: str = "") -> None:
         self.tokenizer = tokenizer
@@ -39,12 +46,24 @@ class TokenServer:
 
     def _next(self, prefix: list[int]) -> list[int]:
         """The four tokens that may come, the likeliest first."""
-        drawn = random.Random(str(prefix[-5:]))
-        return drawn.sample([id_ for id_ in range(self.tokenizer.vocab_size) if id_ % 7], 4)
+        return _next_tokens(tuple(prefix[-5:]), self.tokenizer.vocab_size)
 
     def _logprob(self, prefix: list[int], token: int) -> float:
         following = self._next(prefix)
         return math.log(SHARES[following.index(token)]) if token in following else OTHERWISE
+
+    def _shares(self, body: dict[str, Any]) -> list[float]:
+        """The probabilities of the four tokens after temperature, top_k and top_p."""
+        neutral = {"temperature": 1.0, "top_k": -1, "top_p": 1.0}
+        sampling = neutral | self.tokenizer.sampling_defaults
+        if self.wrong != "overrides":
+            sampling |= {name: body[name] for name in neutral if body.get(name) is not None}
+        powers = [share ** (1 / (sampling["temperature"] or 1.0)) for share in SHARES]
+        kept = powers[: sampling["top_k"]] if sampling["top_k"] > 0 else powers
+        whole, before = sum(kept), [sum(kept[:rank]) for rank in range(len(kept))]
+        return [
+            share if less < sampling["top_p"] * whole else 0.0 for share, less in zip(kept, before, strict=True)
+        ] + [0.0] * (len(SHARES) - len(kept))
 
     def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         self._asked += 1
@@ -57,9 +76,10 @@ class TokenServer:
         finish = "length"
         stops = [] if self.wrong == "stop token" else body.get("stop_token_ids", [])
         strings = [] if self.wrong == "stop string" else body.get("stop", [])
+        shares = self._shares(body)
         while len(ids) < body["max_tokens"]:
             following = self._next(prompt + ids)
-            ids.append(following[0] if greedy else drawn.choices(following, SHARES)[0])
+            ids.append(following[0] if greedy else drawn.choices(following, shares)[0])
             logprobs.append(self._logprob(prompt + ids[:-1], ids[-1]))
             if ids[-1] in stops or any(stop in self.tokenizer.decode(ids) for stop in strings):
                 finish = "stop"

@@ -19,6 +19,7 @@ from headrace.batch.batch import Batch, Row
 from headrace.client.operations import TaskLike, plain_task
 from headrace.client.sync_client import Client
 from headrace.errors import GroupIncomplete, HeadraceError, InvalidRequest
+from headrace.integrations.trainer_sampling import require_sampled_logprobs
 from headrace.wire import messages
 
 
@@ -48,8 +49,8 @@ def roll_out(
     """Submit the groups, wait for all of them, and return the episodes of each.
 
     The batch is acked: a trainer that loses the episodes must request them again. Raises GroupEnded if a group cannot
-    be served, GroupIncomplete if it has fewer episodes than requested, InvalidRequest if an episode is not one row,
-    NothingToServe at the timeout.
+    be served, GroupIncomplete if it has fewer episodes than requested, InvalidRequest if an episode is not one row or
+    its logprobs are not those of the sampled distribution, NothingToServe at the timeout.
     """
     if not groups:
         return []
@@ -92,6 +93,7 @@ def _by_group(batch: Batch) -> dict[str, list[EpisodeTokens]]:
                 hint="Its history was edited, or several of its agents train. Train one agent without history edits, "
                 "or use a trainer that pulls batches.",
             )
+        require_sampled_logprobs(row)
         ids.add(row.trajectory.id)
         groups[row.group.id].append(_episode(row))
     return groups

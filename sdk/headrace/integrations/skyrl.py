@@ -2,7 +2,7 @@
 
 * Episodes are returned in the order of the prompts; the repetitions of a prompt are one group.
 * Rewards are per token: the reward of a turn is at its last token.
-* A temperature other than the run's is refused, since a run samples by its spec.
+* Sampling parameters other than the run's are refused, since a run samples by its spec.
 
 ::
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
-from headrace.errors import InvalidRequest
 from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.trainer_sampling import require_run_sampling
 from headrace.runspec import MAX_COUNT
 
 
@@ -44,7 +44,8 @@ class HeadraceGenerator:
         return await asyncio.to_thread(self._generate, input_batch)
 
     def _generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        self._require_temperature(input_batch.get("sampling_params") or {})
+        used = self._client.run(self._run).spec["sampling"]
+        require_run_sampling("SkyRL", input_batch.get("sampling_params") or {}, self._run, used)
         prompts, names = input_batch["prompts"], input_batch["env_classes"]
         extras = input_batch.get("env_extras") or [{}] * len(prompts)
         ids = input_batch.get("trajectory_ids")
@@ -55,15 +56,6 @@ class HeadraceGenerator:
             start += size
         groups = roll_out(self._client, self._run, requested, timeout_s=self._timeout_s)
         return {**_output([episode for group in groups for episode in group]), "trajectory_ids": ids}
-
-    def _require_temperature(self, sampling: Mapping[str, Any]) -> None:
-        requested = sampling.get("temperature")
-        used = self._client.run(self._run).spec["sampling"]["temperature"]
-        if requested is not None and requested != used:
-            raise InvalidRequest(
-                f"SkyRL requests temperature {requested:g}, but run {self._run!r} samples at {used:g}.",
-                hint="Set both to the same value. For an evaluation at another temperature use Client.evaluate.",
-            )
 
 
 def _output(episodes: list[EpisodeTokens]) -> dict[str, Any]:

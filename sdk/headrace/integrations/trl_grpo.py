@@ -2,6 +2,7 @@
 
 * The repetitions of a prompt are one group, and each returns one row.
 * Before the first groups of a step its weights are written and announced; no group is sampled on older weights.
+* Sampling parameters of the trainer other than the run's are refused, since a run samples by its spec.
 * An incomplete group ends the trainer with a typed error; no episode is omitted silently.
 
 ::
@@ -27,6 +28,7 @@ from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
 from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.trainer_sampling import require_run_sampling
 from headrace.integrations.weight_folder import WeightFolder
 from headrace.trajectory import Version
 
@@ -50,9 +52,11 @@ def rollout_func(
     trainer loads them into the servers itself. ``timeout_s``: that of ``Client.pull``.
 
     Raises InvalidRequest for a run that allows staleness, because the trainer assumes that its current weights sampled
-    all episodes. The function raises the errors of ``roll_out``.
+    all episodes. The function raises the errors of ``roll_out``, and InvalidRequest if the trainer's configuration
+    requests other sampling parameters than the run's.
     """
-    bound = client.run(run).spec["max_staleness"]
+    spec = client.run(run).spec
+    bound = spec["max_staleness"]
     if bound:
         raise InvalidRequest(
             f"Run {run!r} has max_staleness {bound}, but GRPOTrainer cannot train on episodes of older weights.",
@@ -61,6 +65,7 @@ def rollout_func(
     steps = _Steps(client, run, weights)
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        require_run_sampling("GRPOConfig", vars(trainer.args), run, spec["sampling"])
         steps.reach(trainer)
         training = trainer.model.training
         group_size = trainer.num_generations if training else trainer.num_generations_eval

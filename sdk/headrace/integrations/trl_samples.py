@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from headrace.batch.batch import Batch, Row
 from headrace.errors import InvalidRequest
+from headrace.integrations.trainer_sampling import require_sampled_logprobs
 from headrace.layouts import TurnRow, split_turns
 from headrace.trajectory import Message, Trajectory
 
@@ -83,14 +84,7 @@ def _require_readable(row: Row) -> None:
             f"Row {row.index} samples its first token, which TRL omits because it has no context.",
             hint="Give each episode a prompt, if only a beginning-of-text token.",
         )
-    sampling = row.segment.sampling
-    if sampling.logprobs == "raw" and sampling.temperature != 1:
-        raise InvalidRequest(
-            f"Row {row.index} was sampled at temperature {sampling.temperature:g}, and its logprobs are those before "
-            "temperature; TRL would compare them with those after it.",
-            hint="Sample at temperature 1, or let the servers report processed logprobs and set the run's temperature "
-            "in AsyncGRPOConfig.",
-        )
+    require_sampled_logprobs(row)
 
 
 def _messages(trajectory: Trajectory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:

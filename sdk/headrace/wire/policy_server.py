@@ -2,6 +2,7 @@
 
 * The messages are vLLM's; each struct holds the fields used here, and readers ignore all others.
 * Prompts and samples are token ids. Text is used only with servers that support nothing else.
+* A request states every parameter that changes the distribution, because a server may have other defaults.
 * A field that a response omits is None, never a default that could be mistaken for the engine's value.
 
 Three routes sample, the best first: ``POST /inference/v1/generate`` states which weights sampled which tokens;
@@ -21,6 +22,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.trajectory import Version
 
@@ -176,30 +178,42 @@ def adapter_server_name(run: str, adapter: str, version: Version | None = None) 
 # Sampling -----------------------------------------------------------------------------------------------------
 
 
-class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of every route.
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of every route. The defaults change nothing about the policy's own distribution.
 
-    ``structured_outputs``: the format of the output, in vLLM's form: one of ``json``, ``regex``, ``choice``,
-    ``grammar``.
+    All are sent with every request: a server may have other defaults, such as those in a model's
+    ``generation_config.json``. ``top_k`` -1: all tokens. ``structured_outputs``: the format of the output, in vLLM's
+    form: one of ``json``, ``regex``, ``choice``, ``grammar``.
     """
 
     max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[str, float] = {}
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    structured_outputs: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    watermarking: bool = False
+    structured_outputs: dict[str, Any] | UnsetType = UNSET
 
 
-class TokenSampling(SamplingParameters, frozen=True, kw_only=True, omit_defaults=True):
+class TokenSampling(SamplingParameters, frozen=True, kw_only=True):
     """Sampling parameters of the routes that take token ids.
 
     ``logprobs`` 0: only those of the sampled tokens. ``prompt_logprobs`` 0: only those of the prompt tokens.
     """
 
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | UnsetType = UNSET
+    prompt_logprobs: int | UnsetType = UNSET
 
 
 class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,13 +244,13 @@ class AbortRequests(msgspec.Struct, frozen=True, kw_only=True):
     request_ids: list[str]
 
 
-class CompletionRequest(TokenSampling, frozen=True, kw_only=True, omit_defaults=True):
+class CompletionRequest(TokenSampling, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``. ``prompt`` int[n] are token ids."""
 
     model: str
     prompt: Sequence[int]
     return_token_ids: bool = False
-    cache_salt: str | None = None
+    cache_salt: str | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +260,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[dict[str, Any]]
 
 
-class ChatRequest(SamplingParameters, frozen=True, kw_only=True, omit_defaults=True):
+class ChatRequest(SamplingParameters, frozen=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``.
 
     ``logprobs`` true: those of each sampled token. ``response_format``: the format of the output, in OpenAI's form.
@@ -257,9 +271,9 @@ class ChatRequest(SamplingParameters, frozen=True, kw_only=True, omit_defaults=T
     messages: Sequence[ChatMessage]
     logprobs: bool = False
     return_token_ids: bool = False
-    response_format: dict[str, Any] | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | None = None
+    response_format: dict[str, Any] | UnsetType = UNSET
+    tools: Sequence[Mapping[str, Any]] | UnsetType = UNSET
+    tool_choice: str | UnsetType = UNSET
 
 
 # Responses ----------------------------------------------------------------------------------------------------

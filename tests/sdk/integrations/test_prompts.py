@@ -168,6 +168,7 @@ class Trainer:
 
     def __init__(self, step: int = 0, *, training: bool = True) -> None:
         self.state = SimpleNamespace(global_step=step)
+        self.args = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
         self.model = SimpleNamespace(training=training, named_parameters=lambda: iter([("w", "tensor")]))
         self.accelerator = SimpleNamespace(
             is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None
@@ -272,6 +273,48 @@ def test_a_temperature_of_skyrl_other_than_the_runs_is_refused(served: StubServe
     with pytest.raises(InvalidRequest, match=r"requests temperature 0, but run 'guess' samples at 1"):
         asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(inputs))
     assert not served.requests_to(SUBMIT)
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ({"top_p": 0.5}, "requests top_p 0.5, but run 'guess' samples at 1"),
+        ({"temperature": 1.0, "top_k": 20}, "requests top_k 20, but a run samples without it"),
+        ({"min_p": 0.1}, "requests min_p 0.1"),
+        ({"repetition_penalty": 1.1}, "requests repetition_penalty 1.1"),
+    ],
+)
+def test_sampling_parameters_of_a_trainer_other_than_the_runs_are_refused(
+    served: StubServer, client: Client, requested: dict[str, Any], message: str
+) -> None:
+    inputs = generator_input(sampling_params=requested)
+    with pytest.raises(InvalidRequest, match=f"SkyRL {message}"):
+        asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(inputs))
+    trainer = Trainer()
+    vars(trainer.args).update(requested)
+    with pytest.raises(InvalidRequest, match=f"GRPOConfig {message}"):
+        rollout_func(client, "guess", task)(["a", "a"], trainer)
+    assert not served.requests_to(SUBMIT)
+
+
+def test_values_of_a_trainer_that_change_nothing_are_accepted(served: StubServer, client: Client) -> None:
+    inputs = generator_input(sampling_params={"top_k": -1, "min_p": 0.0, "top_p": 1.0, "repetition_penalty": 1.0})
+    asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(inputs))
+    assert served.requests_to(SUBMIT)
+
+
+def test_episodes_with_logprobs_before_temperature_are_given_back(stub: StubServer, client: Client) -> None:
+    segment = make_segment(temperature=0.7)
+    stub.on("GET /v1/runs/guess", ok(run_status(spec={"sampling": {"temperature": 0.7}, "max_staleness": 0})))
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(PULL, batch(body([make_trajectory(segments=[segment])])))
+    stub.on(NACK, ok({}))
+    inputs = generator_input(
+        prompts=["a"], env_classes=["echo"], env_extras=None, trajectory_ids=None, sampling_params=None
+    )
+    with pytest.raises(InvalidRequest, match=r"sampled at temperature 0\.7"):
+        asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(inputs))
+    assert stub.requests_to(NACK)
 
 
 # G24 ------------------------------------------------------------------------------------------------------------

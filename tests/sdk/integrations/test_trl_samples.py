@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace.batch.batch import Batch
 from headrace.errors import InvalidRequest
 from headrace.integrations.trl_samples import RolloutSample, samples
-from headrace.trajectory import Version, VersionRun
+from headrace.trajectory import Sampling, Version, VersionRun
 from tests.builders import make_segment, make_trajectory
 from tests.sdk.batch.batches import batch_of, g24_trajectories
 
@@ -110,6 +111,16 @@ def test_logprobs_before_a_temperature_that_trl_would_apply_are_refused() -> Non
     segment = make_segment(temperature=0.7)
     with pytest.raises(InvalidRequest, match=r"sampled at temperature 0\.7"):
         of(batch_of([make_trajectory(segments=[segment])], name="reinforce"))
+
+
+def test_logprobs_before_a_filter_are_refused_and_those_after_it_are_taken() -> None:
+    def with_sampling(sampling: Sampling) -> Batch:
+        segment = msgspec.structs.replace(make_segment(), sampling=sampling)
+        return batch_of([make_trajectory(segments=[segment])], name="reinforce")
+
+    with pytest.raises(InvalidRequest, match=r"and top_p 0\.5, and its logprobs are those before both"):
+        of(with_sampling(Sampling(top_p=0.5)))
+    assert of(with_sampling(Sampling(top_p=0.5, logprobs="processed")))
 
 
 def test_a_run_without_an_estimator_is_refused() -> None:

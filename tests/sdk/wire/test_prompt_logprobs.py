@@ -70,10 +70,5 @@ def test_a_response_without_prompt_logprobs_is_refused(body: bytes) -> None:
 
 
 def test_the_request_is_for_one_token_and_the_prompt_logprobs() -> None:
-    assert json.loads(prompt_logprobs_request("m", TOKENS)) == {
-        "model": "m",
-        "prompt": TOKENS,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-    }
+    expected = {"model": "m", "prompt": TOKENS, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    assert expected.items() <= json.loads(prompt_logprobs_request("m", TOKENS)).items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -66,23 +66,45 @@ async def failure(answer: Any, request: SampleRequest = REQUEST) -> PolicyFailur
 async def test_prompt_ids_sampling_and_the_request_for_token_ids_are_sent() -> None:
     async with serving(fine) as engine, client(engine) as policy:
         sample = await policy.sample(REQUEST)
-    assert engine.bodies == [
-        {
-            "model": "tiny",
-            "prompt": [256, 258, 65, 261, 259],
-            "max_tokens": 16,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "seed": 42,
-            "stop": ["</a>"],
-            "stop_token_ids": [261],
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-    ]
+    (body,) = engine.bodies
+    expected = {
+        "model": "tiny",
+        "prompt": [256, 258, 65, 261, 259],
+        "max_tokens": 16,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 42,
+        "stop": ["</a>"],
+        "stop_token_ids": [261],
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    assert expected.items() <= body.items()
+    assert "structured_outputs" not in body
     assert engine.request_ids == ["episode-1-0-1"]
     assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([66, 261], [-0.5, 0.0], "stop")
     assert sample.versions == [VersionRun(2, 0, 1)]
+
+
+@pytest.mark.parametrize("protocol", ["generate", "completions", "chat"])
+async def test_every_parameter_that_changes_the_distribution_is_sent_on_every_route(protocol: Any) -> None:
+    async with serving(fine, chat=protocol == "chat", generate=protocol == "generate") as engine:
+        policies = ServedPolicies(default_endpoints=[engine.url], clock=Clock())
+        with suppress(PolicyFailure):  # the answer to a chat has no ids here
+            await policies.at([], protocol=protocol).sample(REQUEST)
+        await policies.close()
+    (body,) = engine.bodies
+    sent = body.get("sampling_params", body)
+    values = [sent.get(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")]
+    assert values == [0.5, 0.9, -1, 0.0, 1.0]
+    assert [sent.get(name) for name in ("presence_penalty", "frequency_penalty", "min_tokens")] == [0.0, 0.0, 0]
+    assert [sent.get(name) for name in ("logit_bias", "bad_words", "watermarking", "ignore_eos")] == [
+        {},
+        [],
+        False,
+        False,
+    ]
+    assert [sent.get(name) for name in ("seed", "stop", "stop_token_ids", "n")] == [42, ["</a>"], [261], 1]
 
 
 async def test_text_without_ids_is_refused_as_no_token_ids() -> None:

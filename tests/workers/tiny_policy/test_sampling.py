@@ -71,6 +71,15 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     assert len(draw(SamplerSettings(1.0, 0.999999, max_tokens=64))) > 5
 
 
+def test_top_k_and_min_p_keep_the_likeliest_tokens_at_each_byte():
+    greedy = next(iter(draw(SamplerSettings(0.0, max_tokens=64), 1)))
+    assert set(draw(SamplerSettings(top_k=1, max_tokens=64), 100)) == {greedy}
+    assert set(draw(SamplerSettings(min_p=1.0, max_tokens=64), 100)) == {greedy}
+    everything = len(draw(SamplerSettings(max_tokens=64)))
+    assert 1 < len(draw(SamplerSettings(top_k=3, max_tokens=64))) < everything
+    assert 1 < len(draw(SamplerSettings(min_p=0.5, max_tokens=64))) < everything
+
+
 def test_log_probabilities_are_raw_before_temperature_and_top_p():
     ready = answers()
     greedy = ready.sample(SamplerSettings(0.0, max_tokens=64), random.Random(0))

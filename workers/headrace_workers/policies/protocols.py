@@ -1,6 +1,7 @@
 """The three protocols for sampling tokens, each with an encoder of requests and a reader of answers.
 
 * ``generate`` and ``completions`` send the prompt as token ids; ``chat`` sends messages, and the server renders them.
+* Every request states all parameters that change the distribution, so that no default of a server applies.
 * A reader takes ids and logprobs unchanged; missing ones are None.
 * An answer that is not JSON, or does not have exactly one choice, is ``unreadable-response``. NaN and infinities are
   read, so that the check of the sample can report their position.
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Message
@@ -56,7 +58,7 @@ T = TypeVar("T")
 
 
 def _generate_body(request: SampleRequest) -> bytes:
-    sampling = request.sampling
+    sampling, structured_outputs = request.sampling, request.sampling_spec.structured_outputs
     return _encode(
         policy_server.GenerateRequest(
             model=request.model,
@@ -69,7 +71,7 @@ def _generate_body(request: SampleRequest) -> bytes:
                 stop=request.stop,
                 stop_token_ids=request.stop_token_ids,
                 logprobs=0,
-                structured_outputs=request.sampling_spec.structured_outputs,
+                structured_outputs=UNSET if structured_outputs is None else structured_outputs,
             ),
             content_parts=[policy_server.ImagePart(url=data_url(image)) for image in request.images],
             return_token_ids=bool(request.images),
@@ -99,7 +101,7 @@ def _ranges(placeholders: list[policy_server.PlaceholderRange]) -> list[tuple[in
 
 
 def _completion_body(request: SampleRequest) -> bytes:
-    sampling = request.sampling
+    sampling, structured_outputs = request.sampling, request.sampling_spec.structured_outputs
     return _encode(
         policy_server.CompletionRequest(
             model=request.model,
@@ -111,7 +113,7 @@ def _completion_body(request: SampleRequest) -> bytes:
             stop=request.stop,
             stop_token_ids=request.stop_token_ids,
             logprobs=0,
-            structured_outputs=request.sampling_spec.structured_outputs,
+            structured_outputs=UNSET if structured_outputs is None else structured_outputs,
             return_token_ids=True,
         )
     )
@@ -148,12 +150,12 @@ def _chat_body(request: SampleRequest) -> bytes:
             logprobs=True,
             return_token_ids=True,
             # OpenAI's own field, if it can express the schema.
-            response_format=None
+            response_format=UNSET
             if schema is None
             else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
-            structured_outputs=structured_outputs if schema is None else None,
-            tools=request.tools,
-            tool_choice="none" if request.tools else None,
+            structured_outputs=structured_outputs if structured_outputs is not None and schema is None else UNSET,
+            tools=request.tools or UNSET,
+            tool_choice="none" if request.tools else UNSET,
         )
     )
 

@@ -1,6 +1,13 @@
 """Checks that rendering, ids and log-probabilities of a live policy server agree with the renderer."""
 
-from headrace_workers.policy_check import renderer_checks, sample_checks, server_checks, stop_checks, turn_checks
+from headrace_workers.policy_check import (
+    distribution_checks,
+    renderer_checks,
+    sample_checks,
+    server_checks,
+    stop_checks,
+    turn_checks,
+)
 from headrace_workers.policy_check.findings import CheckFinding, PolicyCheck, run_checks
 from headrace_workers.policy_check.requests import CheckedServer
 from headrace_workers.policy_check.target import CheckTarget
@@ -22,6 +29,7 @@ CHECKS = (
     PolicyCheck("stop string", stop_checks.stop_string),
     PolicyCheck("context", stop_checks.context),
     PolicyCheck("version", server_checks.version),
+    PolicyCheck("sampling", distribution_checks.sampling),
     PolicyCheck("turns", turn_checks.turns),
     PolicyCheck("image", turn_checks.image),
     PolicyCheck("abort", stop_checks.abort),

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import click
@@ -121,7 +121,7 @@ async def _target(
     spec = parse_run_spec({"name": "check", "policy": policy}).policy
     try:
         renderer = make_renderer(spec)
-        encode, decode = _reader(spec.tokenizer)
+        encode, decode, sampling_defaults = _reader(spec.tokenizer)
     except EpisodeFailure as failure:
         kind = MissingExtra if failure.kind == "missing-extra" else SetupError
         raise kind(failure.detail, hint=failure.hint) from failure
@@ -136,16 +136,25 @@ async def _target(
                 decode=decode,
                 policies=policies,
                 tolerance=tolerance,
+                sampling_defaults=sampling_defaults,
             )
         finally:
             await policies.close()
 
 
-def _reader(tokenizer: str) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
-    """The functions that encode and decode text; bytes without a tokenizer."""
+class _Reader(NamedTuple):
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    sampling_defaults: dict[str, object]
+
+
+def _reader(tokenizer: str) -> _Reader:
+    """The functions that encode and decode text, and the model's sampling defaults; bytes without a tokenizer."""
     if not tokenizer:
-        return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
+        return _Reader(
+            lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"), {}
+        )
     from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
-    return loaded.encode, loaded.decode
+    return _Reader(loaded.encode, loaded.decode, loaded.sampling_defaults)

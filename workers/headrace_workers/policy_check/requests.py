@@ -47,6 +47,10 @@ class ServerAnswer(NamedTuple):
 _PROTOCOL = "The server must support vLLM's protocol (see docs/policy.md)."
 
 
+NEUTRAL: dict[str, Any] = msgspec.to_builtins(policy_server.SamplingParameters(max_tokens=16))
+"""The sampling parameters of a request that states no others."""
+
+
 class TokenizeResponse(msgspec.Struct):
     """Answer of ``/tokenize``."""
 
@@ -77,9 +81,11 @@ class CheckedServer:
         return await self._ask("POST", path, {"model": self.model, **fields})
 
     async def sample(self, prompt: Sequence[int] | str, **fields: Any) -> list[policy_server.CompletionChoice]:
-        """Sample through the completions route with ids and logprobs. Raises CheckFailed."""
+        """Sample through the completions route with ids and logprobs, from the policy's own distribution by default.
+        Raises CheckFailed."""
         answer = await self.post(
-            policy_server.COMPLETIONS, **{"prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields}
+            policy_server.COMPLETIONS,
+            **{**NEUTRAL, "prompt": prompt, "logprobs": 0, "return_token_ids": True, **fields},
         )
         if answer.status != 200:
             raise CheckFailed(f"{policy_server.COMPLETIONS} refused the request ({answer.summary})", _PROTOCOL)

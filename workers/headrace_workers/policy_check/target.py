@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.trajectory import Message
@@ -34,7 +34,8 @@ LOGPROBS = "The server must return the logprobs of the sampled tokens and of no 
 @dataclass(kw_only=True)
 class CheckTarget:
     """The server, renderer and tokenizer to check. ``encode`` and ``decode`` are the tokenizer's; ``tolerance`` is the
-    largest allowed difference between two log-probabilities of a token."""
+    largest allowed difference between two log-probabilities of a token; ``sampling_defaults`` are the sampling
+    parameters of the model's ``generation_config.json``."""
 
     server: CheckedServer
     renderer: Renderer
@@ -42,6 +43,7 @@ class CheckTarget:
     decode: Callable[[Sequence[int]], str]
     policies: PolicySource
     tolerance: float
+    sampling_defaults: Mapping[str, object]
 
     @property
     def prompt(self) -> list[int]:

@@ -38,6 +38,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 """Special tokens that templates refer to by name."""
 
 
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters in a ``generation_config.json`` that servers use as defaults."""
+
 _NULL = msgspec.Raw(b"null")
 
 
@@ -72,12 +75,15 @@ class FolderTokenizer:
         self.vocab_size = max(_vocab_size(self._model_config), max(ids.values()) + 1)
         self.unk_token_id = self._id_of("unk_token")
         self.eos_token_id = self._id_of("eos_token")
+        generation_config = _read_json(folder / "generation_config.json")
         self.eos_token_ids = list(
-            dict.fromkeys(
-                [*_ids(self.eos_token_id), *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
-            )
+            dict.fromkeys([*_ids(self.eos_token_id), *_ids(generation_config.get("eos_token_id"))])
         )
         """Ids that end a turn according to the model's files, the tokenizer's first."""
+        self.sampling_defaults = {
+            name: generation_config[name] for name in SAMPLING_DEFAULTS if generation_config.get(name) is not None
+        }
+        """Sampling parameters of the model's files, which servers use for requests without them."""
         self.added_tokens = {
             token.content: id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.content
         }

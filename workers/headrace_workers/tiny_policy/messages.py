@@ -3,6 +3,7 @@
 * A request of either route is read into one struct; unused fields are ignored, as in vLLM.
 * An answer of the generate route is a converted completion, so a fault appears in both.
 * Sampling parameters are checked as in vLLM; only the generate route reduces ``max_tokens`` to the context.
+* A parameter that would change the distribution and is not supported is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ MAX_MODEL_LEN = 131072
 MAX_N = 256
 """Most answers to one request."""
 
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "min_tokens": (0,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "structured_outputs": (None,),
+}
+"""The accepted values of parameters that the tiny policy does not support: those that change nothing. An answer always
+ends by itself, so ``ignore_eos`` has no effect; and it has no watermark."""
+
 AnswerData = dict[str, Any]
 """A choice of a completion, as JSON-able data."""
 
@@ -32,6 +45,17 @@ class _SamplingParameters(msgspec.Struct, kw_only=True):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int = 0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    watermarking: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
@@ -99,12 +123,16 @@ def sampler_settings(request: TinyPolicyRequest, prompt_length: int) -> SamplerS
     """Read the sampling parameters of a request. Raises InvalidRequest."""
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
+    top_k = request.top_k or -1
+    min_p = request.min_p or 0.0
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     limit = max_tokens if isinstance(request, TinyGenerateRequest) else MAX_MODEL_LEN
     checks = {
         "stream": (not request.stream, "streaming is not supported"),
         "temperature": (temperature >= 0, "it must be 0 or more"),
         "top_p": (0 < top_p <= 1, "it must be above 0 and at most 1"),
+        "top_k": (top_k >= -1, "it must be -1 or more"),
+        "min_p": (0 <= min_p <= 1, "it must be 0 to 1"),
         "max_tokens": (1 <= max_tokens <= limit, f"it must be 1 to {MAX_MODEL_LEN}"),
         "prompt": (1 <= prompt_length < MAX_MODEL_LEN, f"it must have 1 to {MAX_MODEL_LEN - 1} tokens"),
         "n": (1 <= request.n <= MAX_N, f"it must be 1 to {MAX_N}"),
@@ -113,9 +141,16 @@ def sampler_settings(request: TinyPolicyRequest, prompt_length: int) -> SamplerS
     for name, (is_valid, problem) in checks.items():
         if not is_valid:
             raise InvalidRequest(f"{name}: {problem}.", param=name)
+    _refuse_unsupported(request)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     room = min(max_tokens, MAX_MODEL_LEN - prompt_length)
-    return SamplerSettings(temperature, top_p, room, stop, request.stop_token_ids or ())
+    return SamplerSettings(temperature, top_p, top_k, min_p, room, stop, request.stop_token_ids or ())
+
+
+def _refuse_unsupported(request: TinyPolicyRequest) -> None:
+    for name, neutral in NEUTRAL.items():
+        if getattr(request, name) not in neutral:
+            raise InvalidRequest(f"{name}: the tiny policy does not support it.", param=name)
 
 
 def completion_choice(

@@ -1,8 +1,9 @@
 """Sampling from a choice of answers, byte by byte, as an engine would.
 
 * The probability of each byte is the mass of the answers that continue with it, over the mass of the remaining answers.
-* Temperature and top_p apply to each byte; temperature 0 is greedy, and picks the lowest id of equally likely ones.
-* Log-probabilities are raw: those of the policy itself, before temperature and top_p, as vLLM reports by default.
+* Temperature, then min_p, top_k and top_p apply to each byte; temperature 0 is greedy, and picks the lowest id of
+  equally likely ones.
+* Log-probabilities are raw: those of the policy itself, before temperature and filters, as vLLM reports by default.
 * Ids, text and log-probabilities end together: the token that ends a turn or completes a stop string is the last one.
 * The text does not include the end-of-turn token, a stop token, or a stop string.
 """
@@ -28,9 +29,15 @@ class SamplerSettings(NamedTuple):
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
     max_tokens: int = 16
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+
+
+NEUTRAL = SamplerSettings()[:4]
+"""Temperature and filters that leave the policy's own distribution."""
 
 
 class Generation(NamedTuple):
@@ -62,7 +69,7 @@ class WeightedAnswers:
     def _draw(self, sampling: SamplerSettings, rng: random.Random) -> int:
         if sampling.temperature == 0:
             return self._greedy
-        if sampling.temperature == 1 and sampling.top_p == 1:
+        if sampling[:4] == NEUTRAL:
             drawn = bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
             return min(drawn, len(self._ids) - 1)
         possible = list(range(len(self._ids)))
@@ -150,9 +157,13 @@ def _generation(
 def _tempered(masses: dict[int, float], sampling: SamplerSettings) -> dict[int, float]:
     highest = max(masses.values())
     powers = {token: (mass / highest) ** (1 / sampling.temperature) for token, mass in masses.items()}
+    best_first = sorted(powers, key=lambda token: (-powers[token], token))
+    if sampling.top_k > 0:
+        best_first = best_first[: sampling.top_k]
+    best_first = [token for token in best_first if powers[token] >= sampling.min_p]
     kept: dict[int, float] = {}
-    kept_mass = sampling.top_p * math.fsum(powers.values())
-    for token in sorted(powers, key=lambda token: (-powers[token], token)):
+    kept_mass = sampling.top_p * math.fsum(powers[token] for token in best_first)
+    for token in best_first:
         kept[token] = powers[token]
         if math.fsum(kept.values()) >= kept_mass:
             break
