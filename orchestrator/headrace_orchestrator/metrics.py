@@ -74,6 +74,7 @@ class Metrics:
             return Counter(f"headrace_{name}", text, labels, registry=self.registry)
 
         self.episodes = counter("episodes", "Stored episode records, by status.", "run", "status")
+        self.rowless = counter("rowless_episodes", "Episodes without a failure that have nothing to train on.", "run")
         self.episode_failures = counter("episode_failures", "Failed episodes, by layer.", "run", "layer")
         self.attempts_lost = counter("attempts_requeued", "Attempts that ended without a record.", "run", "reason")
         self.groups_admitted = counter("groups_admitted", "Admitted groups.", "run")
@@ -151,6 +152,8 @@ class Metrics:
                     yield self.episodes, event.run, event.status
                     if event.failure is not None and event.status == "failed":
                         yield self.episode_failures, event.run, event.failure.layer
+                    if event.is_rowless and not event.evaluation:
+                        yield self.rowless, event.run
                 case GroupAdmitted():
                     yield self.groups_admitted, event.run
                 case AttemptEnded():

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,9 @@ from tests.compatibility.orchestrator_process import HEADRACE, Orchestrator
 from tests.compatibility.summary import differences, redelivered, served
 from tests.e2e.processes import Processes, answers, free_port, wait_for
 
+CHANGED = (".runs.nim.groups[0].", ".runs.nim.status.groups.")
+"""Responses that differ on purpose: a group of 0.1.0 with a member without a row now waits for another member."""
+
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
@@ -33,7 +37,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 def test_a_service_responds_as_the_earlier_version_did(earlier: EarlierData, data: Path, processes: Processes) -> None:
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
-    assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
+    assert _unmeant(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
     assert _damaged(orchestrator) == 0
 
 
@@ -78,7 +82,7 @@ def test_a_deleted_projection_is_rebuilt(earlier: EarlierData, data: Path, proce
     (data / "projection.sqlite").unlink()
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
-    assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
+    assert _unmeant(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
     orchestrator.end()
     assert _rows(data) == rows
 
@@ -92,14 +96,14 @@ def test_the_log_alone_restores_the_state_if_no_control_state_can_be_read(
         assert log_files.head_of(path) is None
     orchestrator = Orchestrator(processes, data)
     orchestrator.start()
-    assert differences(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
+    assert _unmeant(earlier.expected["data"]["served"], served(orchestrator.url, earlier.data)) == []
 
 
 def test_a_backup_is_restored_and_served(earlier: EarlierData, tmp_path: Path, processes: Processes) -> None:
     subprocess.run([HEADRACE, "restore", earlier.backup, tmp_path / "data"], check=True, capture_output=True)
     orchestrator = Orchestrator(processes, tmp_path / "data")
     orchestrator.start()
-    assert differences(earlier.expected["backup"]["served"], served(orchestrator.url, earlier.backup)) == []
+    assert _unmeant(earlier.expected["backup"]["served"], served(orchestrator.url, earlier.backup)) == []
     assert differences(earlier.expected["backup"]["redelivered"], redelivered(orchestrator.url)) == []
     assert _damaged(orchestrator) == 0
 
@@ -109,6 +113,11 @@ def test_a_backup_copies_only_new_data(earlier: EarlierData, tmp_path: Path) -> 
     process = subprocess.run([HEADRACE, "backup", earlier.data, backup, "--json"], check=True, capture_output=True)
     report = json.loads(process.stdout)
     assert (report["files"], report["copied_files"], report["copied_assets"]) == (3, 1, 0)
+
+
+def _unmeant(expected: Any, found: Any) -> list[str]:
+    """The differences of responses from those of the earlier version that are not meant to be there."""
+    return [difference for difference in differences(expected, found) if not difference.startswith(CHANGED)]
 
 
 def _damaged(orchestrator: Orchestrator) -> float:

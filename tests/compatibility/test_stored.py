@@ -16,6 +16,7 @@ from headrace.store.log_format import FileHead, Frame, FrameType, parse_head
 from headrace.wire import codec
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import GroupAdmitted, RunCreated
+from headrace_orchestrator.scheduler.snapshot import SnapshotGroup, SnapshotState
 from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, source_of
 from headrace_orchestrator.service.storage.frames import events_of
 from tests.compatibility.conftest import ARCHIVES, EarlierData
@@ -61,7 +62,7 @@ def _encoded_again(frame: Frame) -> bytes:
 
 def test_every_control_state_is_restored_completely(earlier: EarlierData) -> None:
     for head in _heads(earlier.data):
-        assert _restored(head).snapshot() == _state(head)
+        assert _complete(_restored(head).snapshot()) == _complete(_state(head))
 
 
 def test_the_events_of_a_file_lead_from_its_state_to_that_of_the_next(earlier: EarlierData) -> None:
@@ -69,7 +70,7 @@ def test_the_events_of_a_file_lead_from_its_state_to_that_of_the_next(earlier: E
     for frame in frames(earlier.data):
         if frame.type is FrameType.FILE_HEAD:
             head = parse_head(frame.payload)
-            assert scheduler is None or _sorted(scheduler.snapshot()) == _sorted(_state(head))
+            assert scheduler is None or _complete(scheduler.snapshot()) == _complete(_state(head))
             scheduler, states = _restored(head), states + 1
         elif frame.type is not FrameType.FOOTER:
             assert scheduler is not None
@@ -88,10 +89,15 @@ def _state(head: FileHead) -> bytes:
     return core
 
 
-def _sorted(state: bytes) -> list:
-    """The state with workers sorted by name: their stored order depends on requests that are not in the log."""
-    version, runs, workers, draining = msgspec.msgpack.decode(state)
-    return [version, runs, sorted(workers), draining]
+def _complete(state: bytes) -> SnapshotState:
+    """The state with the defaults of fields that its version did not have, and with workers sorted by name: their
+    stored order depends on requests that are not in the log."""
+    stored = msgspec.msgpack.decode(state, type=SnapshotState)
+    runs = [
+        msgspec.structs.replace(run, groups=[msgspec.msgpack.decode(raw, type=SnapshotGroup) for raw in run.groups])
+        for run in stored.runs
+    ]
+    return msgspec.structs.replace(stored, runs=runs, workers=sorted(stored.workers, key=lambda worker: worker.name))
 
 
 def _restored(head: FileHead) -> Scheduler:

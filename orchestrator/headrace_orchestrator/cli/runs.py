@@ -34,15 +34,16 @@ def row(run: messages.RunStatus) -> list[str]:
         str(run.in_flight),
         str(run.queued),
         str(run.leased) if run.attainable is None else f"{run.leased} of {run.attainable}",
-        str(ended),
+        f"{ended} ({run.rowless} without rows)" if run.rowless else str(ended),
         str(run.episodes.get("failed", 0)),
         number(run.mean_reward),
     ]
 
 
 def problems(run: messages.RunStatus) -> list[str]:
-    """Sentences about persistent failures, whether or not the learner waits, and about a weight sync in progress."""
-    failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
+    """Sentences about persistent failures and episodes without rows, whether or not the learner waits, and about a
+    weight sync in progress."""
+    failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing") or reason.code == "no-rows"]
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
 

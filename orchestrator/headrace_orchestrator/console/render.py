@@ -95,6 +95,7 @@ _WAITED_FOR = {
     "filtered": "groups of the kinds that it requested",
     "zero-variance": "groups whose members have different rewards",
     "row-too-long": "groups whose rows fit into a bin",
+    "no-rows": "episodes in which the policy acts",
     "group-ended": "nothing: a group that it waits for has ended",
 }
 """The reasons of an empty pull in words, by code."""

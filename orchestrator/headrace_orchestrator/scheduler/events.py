@@ -123,6 +123,10 @@ class AttemptCancelled(Event, frozen=True, kw_only=True):
     reason: str
 
 
+USABLE: frozenset[Status] = frozenset({"finished", "truncated"})
+"""Statuses of trajectories that enter batches if they have rows."""
+
+
 class EpisodeEnded(Event, frozen=True, kw_only=True):
     """The single result of a dispatched episode. Stored as the trajectory's own frame.
 
@@ -154,14 +158,24 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
     trajectory: str = ""
     """Id of the stored trajectory; empty until the shell assigns one."""
 
+    @property
+    def is_usable(self) -> bool:
+        """True if its trajectory may enter a batch: it did not fail, and has a row."""
+        return self.status in USABLE and bool(self.rewards)
+
+    @property
+    def is_rowless(self) -> bool:
+        """True if it did not fail and has nothing to train on."""
+        return self.status in USABLE and not self.rewards
+
 
 REPLACED = "version-replaced"
 """Reason of stopping the episodes of an evaluation: the version that they are pinned to is not served any more."""
 
 
 class GroupRetired(Event, frozen=True, kw_only=True):
-    """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
-    failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
+    """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, no-rows, row-too-long, rejected,
+    evicted, failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
 
     run: str
     group: str

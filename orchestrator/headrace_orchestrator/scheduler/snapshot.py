@@ -79,6 +79,7 @@ class GroupRow(SnapshotRow, frozen=True):
     damaged: bool
     batch: str
     reason: str
+    rowless: int = 0
 
 
 class BatchRow(SnapshotRow, frozen=True):
@@ -163,6 +164,9 @@ class RunRow(SnapshotRow, frozen=True):
     kills: dict[bytes, list[str]]
     quarantined: dict[bytes, Task]
     submitted_failures: dict[str, str] = {}
+    unusable_in_row: int = 0
+    rowless: int = 0
+    rowless_since_batch: dict[str, int] = {}
 
 
 class SnapshotGroup(SnapshotRow, frozen=True):

@@ -62,6 +62,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "batches_acked": run.batches_acked,
         "zero_variance": (run.zero_variance_since_batch, run.zero_variance_tokens),
         "too_long": run.too_long_since_batch,
+        "rowless": (run.rowless, dict(run.rowless_since_batch), run.unusable_in_row),
         "selected": dict(run.selected),
         "evaluations": {
             e.id: (e.version, e.wanted, e.left, e.done, e.reason, list(e.episodes)) for e in run.evaluations.values()
@@ -86,6 +87,7 @@ def _durable_group(group: Group) -> dict[str, Any]:
             group.added_members,
             group.live,
             group.usable,
+            group.rowless,
             group.dispatch_order,
             group.uses,
             group.held_bytes,

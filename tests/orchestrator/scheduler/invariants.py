@@ -98,7 +98,7 @@ def _check_ledger(run: Run) -> None:
 def _check_group(run: Run, group: Group) -> None:
     members = Counter(episode.state for episode in group.members)
     live = members["queued"] + members["leased"] + members["cancelling"]
-    usable = len(group.trajectories) if group.state in COMPLETE else members["finished"] + members["truncated"]
+    usable = len(group.trajectories) if group.state in COMPLETE else sum(episode.is_usable for episode in group.members)
     context = f"group {group.id} is {group.state} with {dict(members)}; its history: {group.history}"
     _require(group.live == live, f"it counts {group.live} live members: {context}")
     _require(len({e.id for e in group.members}) == len(group.members), f"a member is listed twice: {context}")
@@ -118,7 +118,8 @@ def _check_group(run: Run, group: Group) -> None:
         and not run.closed
         and not group.cut
     ):
-        whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
+        hopeless = 0 if usable else group.rowless
+        whole = live + usable + hopeless >= group.size or run.is_quarantined(group.task) or group.damaged
         _require(whole, f"it has fewer members than it waits for: {context}")
     if group.evaluation is None and group.state in ("open", "eligible"):
         violation = run.bound_violation(group)

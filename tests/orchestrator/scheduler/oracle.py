@@ -89,7 +89,7 @@ def batch_faults(
         if any(e in run.dispatched or id not in run.given_up for e in missing):
             found.append(f"{id} is not complete: {missing}")
         ends = [run.ended[e] for e in run.members[id] if e in run.ended]
-        usable = [end for end in ends if end.status in ("finished", "truncated")]
+        usable = [end for end in ends if end.status in ("finished", "truncated") and end.rewards]
         if [end.trajectory for end in usable] != trajectories or not usable:
             found.append(f"{id} is not its usable members in their order")
         for version in (version for end in usable for version in (end.low, end.high) if version is not None):

@@ -104,7 +104,7 @@ class Histories(RuleBasedStateMachine):
     @rule(
         index=INDEX,
         recent=st.booleans(),
-        how=st.sampled_from(["finished"] * 6 + ["truncated", "failed", "flaky", "no-policy", "cancelled"]),
+        how=st.sampled_from(["finished"] * 6 + ["truncated", "rowless", "failed", "flaky", "no-policy", "cancelled"]),
         behind=st.sampled_from([0, 0, 0, 1, 2, -1]),
         reward=st.sampled_from([0.0, 1.0]),
         right_nonce=st.sampled_from([True] * 9 + [False]),
@@ -118,6 +118,8 @@ class Histories(RuleBasedStateMachine):
             fields |= {"status": "failed", "failure": failure}
         elif how == "cancelled":
             fields |= {"status": "cancelled"}
+        elif how == "rowless":
+            fields |= {"status": "truncated", "low": None, "rewards": {}}
         else:
             now = self.harness.core.version("r")
             low = Version(now.lineage, max(0, now.n - behind))

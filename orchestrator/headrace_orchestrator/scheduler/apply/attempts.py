@@ -22,7 +22,7 @@ from headrace_orchestrator.scheduler.apply.group_progress import (
 )
 from headrace_orchestrator.scheduler.apply.groups import cut, retire
 from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
-from headrace_orchestrator.scheduler.state.groups import AT_WORKER, USABLE, Episode, Group
+from headrace_orchestrator.scheduler.state.groups import AT_WORKER, Episode, Group
 from headrace_orchestrator.scheduler.state.run import Run, remember
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
@@ -139,8 +139,10 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
         group.evaluation.add_result(event)
     else:
         run.episode_ends[event.status] += 1
-        if event.rewards and event.status in USABLE:
+        if event.is_usable:
             run.rewards.append(sum(event.rewards.values()))
+        elif event.is_rowless:
+            run.count_rowless(event)
     if group.state == "retired":
         review(run, group)
     else:
@@ -150,7 +152,8 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
 
 def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
     """Add the result of a member to a group in flight."""
-    if event.status in USABLE:
+    group.rowless += event.is_rowless
+    if event.is_usable:
         group.usable += 1
         group.row_tokens += event.row_tokens
         group.longest_row = max(group.longest_row, event.longest_row)
@@ -160,7 +163,8 @@ def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
         run.ledger.unfinished -= 1
         if event.by_worker:
             run.ledger.learn_size(event.size_bytes)
-    if not (group.live and event.status in USABLE and _is_in_bound(run, event)) or run.is_too_long(group):
+    is_plain = group.live and event.is_usable and not group.rowless and _is_in_bound(run, event)
+    if not is_plain or run.is_too_long(group):
         review(run, group)
 
 

@@ -93,7 +93,7 @@ def complete(run: Run, group: Group) -> None:
     """Make an open group eligible."""
     move(run, group, "eligible", "complete")
     del run.open_groups[group.id]
-    run.stale_in_row = 0
+    run.stale_in_row = run.unusable_in_row = 0
     if group.evaluation is None and group.has_zero_variance():
         run.selected["zero_variance"] += 1
     run.ledger.learn_tokens(group.row_tokens)

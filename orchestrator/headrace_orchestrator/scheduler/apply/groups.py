@@ -20,6 +20,9 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 FAILURE_REASONS = frozenset({"failed", "incomplete"})
 """Reasons of retirement that a failed episode causes."""
 
+UNUSABLE_REASONS = frozenset({"no-rows"})
+"""Reasons of retirement of groups that could not be used although no episode failed."""
+
 MAX_FAILURE = 500
 """Maximum characters of a failure kept for the learner that awaits the group: a sentence, not a traceback."""
 
@@ -116,6 +119,8 @@ def _count_retired(run: Run, group: Group, reason: str) -> None:
         run.zero_variance_tokens += group.row_tokens
     elif reason == "row-too-long":
         run.too_long_since_batch += 1
+    elif reason in UNUSABLE_REASONS:
+        run.unusable_in_row += 1
 
 
 def _last_failure(group: Group) -> str:

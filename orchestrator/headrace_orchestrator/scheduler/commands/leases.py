@@ -2,7 +2,7 @@
 
 * A worker gets attempts of its pool only, and only those whose capabilities it offers.
 * Runs share a pool evenly: the next slot goes to the run with the fewest leased.
-* A run that only fails, or only goes stale, gets one attempt at a time.
+* A run that only fails, only goes stale, or makes nothing to train on, gets one attempt at a time.
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
 * The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
@@ -184,7 +184,7 @@ def _grant(
 
 
 def _backoff_room(run: Run, now: float) -> int:
-    failing = run.only_fails or run.only_goes_stale
+    failing = run.only_fails or run.only_goes_stale or run.only_makes_unusable
     return run.failure_backoff.room(failing, run.leased + run.evaluation_leased, now)
 
 

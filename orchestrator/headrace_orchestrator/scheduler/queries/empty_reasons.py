@@ -12,7 +12,7 @@ from headrace.wire.messages import Reason
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.batches import OpenBatch
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
-from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.run import NOT_TRAINED, PROMPT_TOO_LONG, Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 FAILING_SHARE = 0.5
@@ -36,7 +36,7 @@ def empty_reasons(
         if ended:
             return ended, True
     elif run.done_for(filter):
-        return _finished(run, filter), True
+        return [*_finished(run, filter), *_rowless(run)], True
     reasons = [
         *run.policy_servers.reasons,
         *_blocked(run, awaited),
@@ -191,6 +191,7 @@ def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     yield from _stale(run)
     yield from _zero_variance(run)
     yield from _too_long(run)
+    yield from _rowless(run)
     if number := len(run.quarantined):
         message = f"{_count(number, 'task')} quarantined: too many attempts of each failed."
         yield Reason(code="quarantined", message=message, facts={"tasks": number})
@@ -278,6 +279,26 @@ def _too_long(run: Run) -> Iterator[Reason]:
             ),
             facts={"groups": number, "bin_tokens": run.spec.bin_tokens},
         )
+
+
+def _rowless(run: Run) -> Iterator[Reason]:
+    """A reason that counts the episodes without a row. If all are, the run never has a batch."""
+    if number := run.rowless_since_batch.total():
+        causes = ", and ".join(
+            f"in {count} {_ROWLESS_CAUSES[cause].format(limit=run.spec.limits.max_context_tokens)}"
+            for cause, count in sorted(run.rowless_since_batch.items())
+        )
+        yield Reason(
+            code="no-rows",
+            message=f"Since the last batch {_count(number, 'episode')} had nothing to train on: {causes}.",
+            facts={"episodes": number, **run.rowless_since_batch},
+        )
+
+
+_ROWLESS_CAUSES = {
+    PROMPT_TOO_LONG: "the first prompt is longer than the context (max_context_tokens is {limit})",
+    NOT_TRAINED: "no agent that is trained had a turn",
+}
 
 
 def _failing(run: Run, now: float) -> Iterator[Reason]:

@@ -45,6 +45,7 @@ def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatu
         reasons=reasons,
         mean_reward=sum(run.rewards) / len(run.rewards) if run.rewards else None,
         quarantined=len(run.quarantined),
+        rowless=run.rowless,
     )
 
 

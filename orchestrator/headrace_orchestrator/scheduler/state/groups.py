@@ -50,7 +50,7 @@ from typing import Literal
 
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Task, Version
-from headrace_orchestrator.scheduler.events import PARTIAL, EpisodeEnded
+from headrace_orchestrator.scheduler.events import PARTIAL, USABLE, EpisodeEnded
 from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 
@@ -59,9 +59,6 @@ GroupState = Literal["open", "eligible", "leased", "acked", "retired"]
 
 TERMINAL: frozenset[EpisodeState] = frozenset({"finished", "truncated", "failed", "cancelled", "vanished"})
 """States that an episode never leaves."""
-
-USABLE: frozenset[EpisodeState] = frozenset({"finished", "truncated"})
-"""States of episodes whose trajectories enter batches."""
 
 AT_WORKER: frozenset[EpisodeState] = frozenset({"leased", "cancelling"})
 """States in which a worker holds an attempt."""
@@ -170,6 +167,11 @@ class Episode:
         self.failure = event.failure
         self.by_worker = event.by_worker
 
+    @property
+    def is_usable(self) -> bool:
+        """True if its trajectory may enter a batch: it ended without a failure, and has a row."""
+        return self.state in USABLE and bool(self.rewards)
+
 
 def _append_step(history: list[tuple[str, str]], to: str, cause: str) -> None:
     history.append((to, cause))
@@ -199,6 +201,7 @@ class Group:
         "priority",
         "reason",
         "row_tokens",
+        "rowless",
         "run",
         "size",
         "state",
@@ -236,9 +239,11 @@ class Group:
         #: Members that it was admitted with, and members that were added later.
         self.size = 0
         self.added_members = 0
-        #: Members that are queued or at workers, and members whose trajectories may enter a batch.
+        #: Members that are queued or at workers; members whose trajectories may enter a batch; and members that ended
+        #: without a failure and have no row.
         self.live = 0
         self.usable = 0
+        self.rowless = 0
         #: Place in the order of dispatch; -1 until its first member is dispatched.
         self.dispatch_order = -1
         self.uses = 0
@@ -275,7 +280,7 @@ class Group:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""
         versions = list(self.kept_versions)
         for episode in self.members:
-            if episode.state in USABLE:
+            if episode.is_usable:
                 if episode.low is not None:
                     versions.append(episode.low)
                 if episode.high is not None:
@@ -292,10 +297,10 @@ class Group:
     def release_members(self) -> None:
         """Drop the members of a complete group, except the parts that batches need."""
         self.kept_versions = tuple(dict.fromkeys(self.versions()))
-        self.packed_trajectories = pack([episode.trajectory for episode in self.members if episode.state in USABLE])
+        self.packed_trajectories = pack([episode.trajectory for episode in self.members if episode.is_usable])
         self.members = []
 
     def has_zero_variance(self) -> bool:
         """True if at least two usable members have the same rewards, agent by agent."""
-        rewards = [episode.rewards for episode in self.members if episode.state in USABLE]
+        rewards = [episode.rewards for episode in self.members if episode.is_usable]
         return len(rewards) > 1 and all(other == rewards[0] for other in rewards[1:])

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
+from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.admission.concurrency_cap import ConcurrencyCap
 from headrace_orchestrator.scheduler.state.admission.failure_backoff import FailureBackoff
@@ -36,6 +37,9 @@ ADMIT_AHEAD = 1024
 """Queued episodes from which on admission waits although credit is left: more than any worker requests at once, and
 few enough to be admitted without delaying other requests."""
 
+PROMPT_TOO_LONG, NOT_TRAINED = "prompt-too-long", "not-trained"
+"""Causes of an episode without a row: its first prompt left no room for a turn; no trained agent had a turn."""
+
 REMEMBERED_EVALUATIONS = 256
 """Evaluations whose lines are kept in memory; the trajectories of older ones are in the store."""
 
@@ -48,6 +52,10 @@ fails all of its tasks then gets these groups instead of starving."""
 
 RECENT_REWARDS = 256
 """Number of latest results in the mean reward."""
+
+MIN_UNUSABLE = 256
+"""Minimum number of groups in a row of which none could be used, from which on a run is slowed down: enough that a
+mixture in which every tenth task can be used is not."""
 
 RECENT_ATTEMPTS = 16
 """Number of latest attempts that the failure backoff and the reason "the policy is failing" consider."""
@@ -131,8 +139,12 @@ class Run:
         self.zero_variance_tokens = 0
         #: Groups that were retired since the last batch because one of their rows fits into no bin.
         self.too_long_since_batch = 0
-        #: Groups that went stale since the last one that became eligible.
+        #: Groups that went stale since the last one that became eligible, and groups that could not be used.
         self.stale_in_row = 0
+        self.unusable_in_row = 0
+        #: Episodes without a failure and without a row: all, and those since the last batch by cause.
+        self.rowless = 0
+        self.rowless_since_batch: Counter[str] = Counter()
         self.episode_ends: Counter[str] = Counter()
         self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
         #: Failures of the last attempts; None for an attempt that did not fail.
@@ -194,6 +206,17 @@ class Run:
         """Tasks whose kills and quarantine are remembered."""
         return REMEMBERED + len(self.spec.tasks or ())
 
+    @property
+    def only_makes_unusable(self) -> bool:
+        """True if so many groups in a row could not be used that no other will follow soon: two passes of a list."""
+        tasks = 0 if self.spec.tasks is None else len(self.spec.tasks)
+        return self.unusable_in_row > max(MIN_UNUSABLE, 2 * self.ledger.capacity, 2 * tasks)
+
+    def count_rowless(self, event: EpisodeEnded) -> None:
+        """Count an episode that has nothing to train on, by its cause."""
+        self.rowless += 1
+        self.rowless_since_batch[NOT_TRAINED if event.turns else PROMPT_TOO_LONG] += 1
+
     def is_quarantined(self, task: Task) -> bool:
         """True if too many attempts of the task failed."""
         return bool(self.quarantined) and task_key(task) in self.quarantined
@@ -251,9 +274,11 @@ class Run:
         return self.versions.bound_violation(span_of(group.versions()), self.spec.max_staleness)
 
     def needs_top_up(self, group: Group) -> bool:
-        """True if a new member has to take the place of one that failed for good."""
+        """True if a new member has to take the place of one that failed for good, or of one without a row beside
+        others with rows: where no member has a row, no other is likely to."""
+        hopeless = 0 if group.usable else group.rowless
         return (
-            group.live + group.usable < group.size
+            group.live + group.usable + hopeless < group.size
             and not group.cut
             and group.added_members < group.size
             and self.spec.short_groups == "top_up"
@@ -265,7 +290,7 @@ class Run:
     def drop_reason(self, group: Group) -> str:
         """The reason to retire a group instead of waiting for it and serving it; else empty."""
         if not group.live and not group.usable:
-            return "failed"
+            return "no-rows" if group.rowless else "failed"
         if self.is_too_long(group):
             return "row-too-long"
         if self.spec.short_groups == "drop" and group.live + group.usable < group.size and not group.damaged:

@@ -56,6 +56,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_reward: float | None = None
     """Mean episode reward of the last 256 terminal records with rewards."""
     quarantined: int = 0
+    rowless: int = 0
+    """Episodes that finished or were truncated, and have nothing to train on. No batch has them."""
     servers: dict[str, int] = {}
     """Numbers of its policy servers by state."""
     weight_sync: str = ""

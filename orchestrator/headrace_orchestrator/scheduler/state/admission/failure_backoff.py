@@ -1,7 +1,7 @@
-"""The failure backoff: a run that only fails, or whose groups only go stale, is slowed down to single tries.
+"""The failure backoff: a run that only fails, or none of whose groups can be used, is slowed down to single tries.
 
-* While the last attempts all failed, or groups only go stale, one attempt at a time is granted, at growing intervals.
-* One usable record after failures, or one group within bound after stale ones, lifts it at once.
+* While the last attempts all failed, or no group can be used, one attempt at a time is granted, at growing intervals.
+* One usable record after failures, or one eligible group after stale or unusable ones, lifts it at once.
 * Attempts at workers continue.
 
 Without it a policy that is down, a mistyped environment, or weights that were announced and never loaded use up the
