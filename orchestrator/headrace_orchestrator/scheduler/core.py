@@ -109,10 +109,10 @@ class Scheduler:
         for run in self.state.runs.values():
             deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
             deadlines += islice(run.cut_deadlines.values(), 1)
-            leased = run.leased + run.evaluation_leased
-            due = run.failure_backoff.deadline(run.queued + run.evaluation_queued, leased)
-            if due is not None and (self._last is None or due > self._last):
-                deadlines.append(due)
+            if run.failure_backoff.since is not None:
+                due = run.failure_backoff.deadline(run.queued + run.evaluation_queued, run.awaited_by_next_try)
+                if due is not None and (self._last is None or due > self._last):
+                    deadlines.append(due)
             if self._last is not None and run.retiring:
                 deadlines.append(self._last)
             if self._last is not None and run.held_back:

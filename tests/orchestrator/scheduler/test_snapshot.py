@@ -126,13 +126,13 @@ def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_schedule
 
 SOFT = {
     Episode: {"deadline"},
-    Group: set(),
+    Group: {"failed_attempts"},
     OpenBatch: {"deadline"},
     Evaluation: {"deadline", "expired", "reported_at"},
     Ledger: set(),
     Versions: set(),
     PolicyServersState: {"reasons"},
-    Run: {"concurrency_cap", "failure_backoff", "cut_deadlines", "learners", "retiring"},
+    Run: {"concurrency_cap", "failure_backoff", "failure_streak", "cut_deadlines", "learners", "retiring"},
 }
 BY_REFERENCE = {
     Episode: {"group"},

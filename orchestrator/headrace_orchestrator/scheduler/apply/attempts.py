@@ -95,6 +95,8 @@ def attempt_ended(state: SchedulerState, event: events.AttemptEnded, now: float)
         run.recent_failures.append(event.failure)
         if event.failure is None:
             _count_kill(run, episode, f"{event.reason} at worker {episode.worker}")
+        else:
+            _add_to_streak(run, episode, event.failure)
     if episode.group.evaluation is None:
         run.leased -= 1
         run.queued += 1
@@ -135,6 +137,7 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
         _count_failure(run, episode, event.failure)
     elif event.status != "cancelled":
         run.recent_failures.append(None)
+        run.failure_streak.end()
     if group.evaluation is not None:
         group.evaluation.add_result(event)
     else:
@@ -181,10 +184,20 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
         return
     if failure.kind not in UNCOUNTED_KINDS:
         run.recent_failures.append(failure)
-        # A task does not cause an unreachable engine; it may cause one that keeps responding wrongly.
-        if failure.layer != "policy" or failure.kind in BAD_RESPONSE_KINDS:
+        _add_to_streak(run, episode, failure)
+        if _may_be_caused_by_task(failure):
             description = f"{failure.layer}/{failure.kind}: {failure.message}"
             _count_kill(run, episode, description, once=failure.kind == LEASE_EXPIRED)
+
+
+def _may_be_caused_by_task(failure: Failure) -> bool:
+    """True unless it is of an unreachable engine. A task may cause one that keeps responding wrongly."""
+    return failure.layer != "policy" or failure.kind in BAD_RESPONSE_KINDS
+
+
+def _add_to_streak(run: Run, episode: Episode, failure: Failure) -> None:
+    run.failure_streak.add(task_key(episode.group.task) if _may_be_caused_by_task(failure) else None)
+    episode.group.failed_attempts += 1
 
 
 def _count_kill(run: Run, episode: Episode, description: str, *, once: bool = False) -> None:

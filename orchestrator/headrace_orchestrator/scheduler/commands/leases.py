@@ -2,7 +2,8 @@
 
 * A worker gets attempts of its pool only, and only those whose capabilities it offers.
 * Runs share a pool evenly: the next slot goes to the run with the fewest leased.
-* A run that only fails, only goes stale, or makes nothing to train on, gets one attempt at a time.
+* A run in an outage, or none of whose groups can be used, gets single attempts.
+* While failures may become an outage, groups of which no attempt failed go before those of which all failed.
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
 * The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from headrace.wire import messages
@@ -184,8 +186,7 @@ def _grant(
 
 
 def _backoff_room(run: Run, now: float) -> int:
-    failing = run.only_fails or run.only_goes_stale or run.only_makes_unusable
-    return run.failure_backoff.room(failing, run.leased + run.evaluation_leased, now)
+    return run.failure_backoff.room(run.is_slowed, run.awaited_by_next_try, now)
 
 
 def _grantable(run: Run, slots: int) -> int:
@@ -235,16 +236,34 @@ def _pick(run: Run, count: int, slots: int) -> list[Episode]:
     """The next ``count`` episodes of a run, of which at least that many may be granted."""
     ready = run.evaluation_ready
     if not ready:
-        return _head(run.queue, count)
+        return _head(run, run.queue, count)
     evaluation = min(count, ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
     training = min(count - evaluation, _training_grantable(run))
     evaluation = count - training
     evaluations = deque(episode for episode in run.evaluation_queue if run.is_ready(episode))
-    return _head(evaluations, evaluation) + _head(run.queue, training)
+    return _head(run, evaluations, evaluation) + _head(run, run.queue, training)
 
 
-def _head(queue: deque[Episode], count: int) -> list[Episode]:
-    return list(islice((episode for episode in queue if episode.state == "queued"), count))
+def _head(run: Run, queue: deque[Episode], count: int) -> list[Episode]:
+    queued = (episode for episode in queue if episode.state == "queued")
+    if not run.failure_streak.may_become_outage:
+        return list(islice(queued, count))
+    failed: list[Episode] = []
+    head: list[Episode] = []
+    for episode in queued:
+        if len(head) == count:
+            return head
+        (failed if episode.group.only_failed else head).append(episode)
+    failed.sort(key=_retry_order(run))
+    return head + failed[: count - len(head)]
+
+
+def _retry_order(run: Run) -> Callable[[Episode], int]:
+    """The order of episodes whose groups have only failed. If no task is the cause, budgets are spent evenly, so that
+    none is used up; else the tasks nearest to their quarantine go first, which makes room for others."""
+    if run.failure_streak.causeless:
+        return lambda episode: episode.retries_used
+    return lambda episode: -episode.group.failed_attempts
 
 
 def _assignment(run: Run, episode: Episode) -> messages.Assignment:

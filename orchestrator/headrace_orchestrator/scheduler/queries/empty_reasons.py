@@ -312,7 +312,7 @@ def _failing(run: Run, now: float) -> Iterator[Reason]:
     last = next(failure for failure in reversed(run.recent_failures) if failure is not None and failure.layer == layer)
     backoff = ""
     if run.failure_backoff.since is not None:
-        backoff = f" Retrying one attempt at a time; next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
+        backoff = f" Retrying with single attempts; next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
     yield Reason(
         code=f"{layer}-failing",
         message=(

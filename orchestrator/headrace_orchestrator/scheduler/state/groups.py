@@ -189,6 +189,7 @@ class Group:
         "damaged",
         "dispatch_order",
         "evaluation",
+        "failed_attempts",
         "held_bytes",
         "history",
         "id",
@@ -244,6 +245,8 @@ class Group:
         self.live = 0
         self.usable = 0
         self.rowless = 0
+        #: Soft: attempts of its members that failed.
+        self.failed_attempts = 0
         #: Place in the order of dispatch; -1 until its first member is dispatched.
         self.dispatch_order = -1
         self.uses = 0
@@ -270,6 +273,11 @@ class Group:
         self.require_move(to, cause)
         _append_step(self.history, to, cause)
         self.state = to
+
+    @property
+    def only_failed(self) -> bool:
+        """True if attempts of its members failed and none gave a usable record."""
+        return self.failed_attempts > 0 and not self.usable
 
     @property
     def cut(self) -> bool:

@@ -15,6 +15,7 @@ from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.admission.concurrency_cap import ConcurrencyCap
 from headrace_orchestrator.scheduler.state.admission.failure_backoff import FailureBackoff
+from headrace_orchestrator.scheduler.state.admission.failure_streak import FailureStreak
 from headrace_orchestrator.scheduler.state.admission.ledger import Ledger
 from headrace_orchestrator.scheduler.state.admission.task_sources import source_of, task_key
 from headrace_orchestrator.scheduler.state.batches import ClosedBatch, LearnerSessions, OpenBatch
@@ -58,7 +59,7 @@ MIN_UNUSABLE = 256
 mixture in which every tenth task can be used is not."""
 
 RECENT_ATTEMPTS = 16
-"""Number of latest attempts that the failure backoff and the reason "the policy is failing" consider."""
+"""Number of latest attempts that the reason "the policy is failing" considers."""
 
 
 class LearnerActivity:
@@ -158,6 +159,7 @@ class Run:
         #: Soft: more groups may wait to be retired than one command retires; the next tick continues.
         self.retiring = False
         #: Soft.
+        self.failure_streak = FailureStreak()
         self.failure_backoff = FailureBackoff()
         self.concurrency_cap = ConcurrencyCap()
         self.learners: dict[str, LearnerActivity] = {}
@@ -191,10 +193,25 @@ class Run:
     # Failures -------------------------------------------------------------------------------------------------
 
     @property
-    def only_fails(self) -> bool:
-        """True if all of the last attempts failed."""
-        recent = self.recent_failures
-        return len(recent) == recent.maxlen and all(failure is not None for failure in recent)
+    def has_outage(self) -> bool:
+        """True if its failures since the last usable record look like an outage."""
+        streak = self.failure_streak
+        return streak.attempts > 0 and streak.is_outage(self.spec.group_size, self.leased + self.evaluation_leased)
+
+    @property
+    def is_slowed(self) -> bool:
+        """True if it gets only single attempts."""
+        return self.has_outage or self.makes_nothing_usable
+
+    @property
+    def makes_nothing_usable(self) -> bool:
+        """True if its groups only go stale, or have nothing to train on."""
+        return self.only_goes_stale or self.only_makes_unusable
+
+    @property
+    def awaited_by_next_try(self) -> int:
+        """Attempts at workers for which the next single attempt waits."""
+        return self.leased + self.evaluation_leased if self.makes_nothing_usable else 0
 
     @property
     def only_goes_stale(self) -> bool:
