@@ -4,6 +4,7 @@
 * Advantages do not depend on the order of trajectories.
 * Statistics of shards merge to those of the whole.
 * Constant returns give advantage 0, also with eps = 0.
+* A spread within the rounding errors of the rewards counts as none, by the precision that they came in.
 * A group of one gets advantage 0 where a group is compared, and is flagged.
 * Failed members never count; a group states its expected and its actual size.
 * Other packages add estimators by the entry point group ``headrace.estimators``.
@@ -23,7 +24,8 @@ import numpy.typing as npt
 
 from headrace.common.registry import Registry
 from headrace.errors import InvalidRequest
-from headrace.moments import ROUNDING_LEVEL, Moments
+from headrace.moments import Moments
+from headrace.reward_precision import reward_errors
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -62,7 +64,7 @@ class GroupStatistics(NamedTuple):
     """Moments of episode rewards, sizes and flags, with one entry per (group, agent).
 
     ``n``, ``mean``, ``m2`` f64; ``expected``, ``actual`` i64; ``single`` bool: one member; ``zero_variance`` bool: two
-    or more members, all with equal reward.
+    or more members, all with equal reward up to rounding errors.
     """
 
     n: F64
@@ -232,7 +234,8 @@ def advantages(
     if estimator.whiten:
         weights = experience.tokens[trained] if weighting == "token" else None
         whitening = Moments.of(values[trained], weights)
-        values = _whitened(values, whitening, ddof, eps)
+        error = reward_errors(experience.rewards, experience.offsets).min(initial=1.0)
+        values = _whitened(values, whitening, ddof, eps, error)
     return Estimate(returns, np.where(trained, values, 0.0), groups, whitening)
 
 
@@ -299,7 +302,9 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
     mean = first + _sums(index, totals - first[index], count) / at_least_one
     deviation = totals - mean[index]
     m2 = _sums(index, deviation * deviation, count)
-    flat = np.sqrt(m2 / at_least_one) <= ROUNDING_LEVEL * np.maximum(1.0, np.abs(mean))
+    error = np.full(count, np.inf)
+    np.minimum.at(error, index, reward_errors(experience.rewards, experience.offsets))
+    flat = np.sqrt(m2 / at_least_one) <= error
     expected = actual if experience.expected is None else experience.expected
     return GroupStatistics(n, mean, m2, expected, actual, actual == 1, flat & (actual > 1))
 
@@ -309,8 +314,9 @@ def _sums(index: I64, values: F64, count: int) -> F64:
     return np.bincount(index, values, count).astype(np.float64, copy=False)
 
 
-def _whitened(values: F64, moments: Moments, ddof: int, eps: float) -> F64:
-    if moments.is_constant():
+def _whitened(values: F64, moments: Moments, ddof: int, eps: float, error: float) -> F64:
+    """The values as multiples of their standard deviation; 0 for a spread within ``error``."""
+    if moments.is_constant(error):
         return np.zeros_like(values)
     return (values - moments.mean) / (moments.std(ddof) + eps)
 

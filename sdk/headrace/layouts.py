@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch.batch import Row
+from headrace.batch.batch import Row, as_float32
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Turn
 
@@ -115,7 +115,7 @@ def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
                 hint="Split the rows with split_turns, or use a layout with one advantage per token, or an estimator "
                 "that gives all turns of a row the same advantage.",
             )
-        scalars[number] = advantages[0]
+        scalars[number] = as_float32(advantages)[0]
     return scalars
 
 
@@ -135,7 +135,7 @@ class TurnRow:
     def token_advantages(self) -> npt.NDArray[np.float32]:
         """Advantages f32[n] by token."""
         by_token = np.zeros(len(self.token_ids), np.float32)
-        by_token[self.turns[0].start :] = self.advantages[0]
+        by_token[self.turns[0].start :] = as_float32(self.advantages)[0]
         return by_token
 
 

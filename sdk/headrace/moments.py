@@ -89,9 +89,9 @@ class Moments(msgspec.Struct, frozen=True, array_like=True):
         """The square root of the variance."""
         return math.sqrt(self.variance(ddof))
 
-    def is_constant(self) -> bool:
-        """True if the spread is at most a rounding error."""
-        return self.std() <= ROUNDING_LEVEL * max(1.0, abs(self.mean))
+    def is_constant(self, error: float = 0.0) -> bool:
+        """True if the spread is at most a rounding error of float64, or at most ``error``."""
+        return self.std() <= max(error, ROUNDING_LEVEL * max(1.0, abs(self.mean)))
 
 
 def merge_all(parts: Iterable[Moments]) -> Moments:

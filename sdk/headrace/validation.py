@@ -5,7 +5,7 @@
 * Append-only: every turn follows earlier tokens, and nothing is sampled after the end.
 * Spans cover: turns are ordered, disjoint and not empty, and cover exactly the positions with ``sampled == 1``.
 * A failure is not a zero: a record is failed if and only if it has a failure; every reward is a finite number of at
-  most 1e100 in magnitude.
+  most 1e12 in magnitude.
 * One terminal record: status, stop reason and the last turn's flags agree.
 * Versions are known: version runs cover every segment completely.
 * Assets are listed: every asset to which a message, a placeholder or a segment refers, once each.
@@ -42,8 +42,8 @@ from headrace.trajectory import MAX_VERSION_PART, Message, Segment, Trajectory, 
 _I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
 _BOOL = np.dtype(bool)
 
-MAX_REWARD = 1e100
-"""Largest magnitude of a reward: sums and sums of squares of any number of rewards stay finite."""
+MAX_REWARD = 1e12
+"""Largest magnitude of a reward: in float32, sums of rewards and of their squares over 10^14 turns stay finite."""
 
 SHORT_TOKENS = 32
 """Number of tokens up to which a Python loop is faster than a NumPy call."""

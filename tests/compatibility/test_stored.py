@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pyarrow.parquet as pq
+from msgspec.structs import replace
 
 import headrace
 from headrace.batch.body import pack_head, read_head
@@ -93,11 +94,13 @@ def _complete(state: bytes) -> SnapshotState:
     """The state with the defaults of fields that its version did not have, and with workers sorted by name: their
     stored order depends on requests that are not in the log."""
     stored = msgspec.msgpack.decode(state, type=SnapshotState)
-    runs = [
-        msgspec.structs.replace(run, groups=[msgspec.msgpack.decode(raw, type=SnapshotGroup) for raw in run.groups])
-        for run in stored.runs
-    ]
-    return msgspec.structs.replace(stored, runs=runs, workers=sorted(stored.workers, key=lambda worker: worker.name))
+    runs = [replace(run, groups=list(map(_complete_group, run.groups))) for run in stored.runs]
+    return replace(stored, runs=runs, workers=sorted(stored.workers, key=lambda worker: worker.name))
+
+
+def _complete_group(encoded: msgspec.Raw) -> SnapshotGroup:
+    group = msgspec.msgpack.decode(encoded, type=SnapshotGroup)
+    return replace(group, members=[replace(member, reward_errors={}) for member in group.members])
 
 
 def _restored(head: FileHead) -> Scheduler:

@@ -23,6 +23,7 @@ from headrace.estimators import (
     returns_to_go,
 )
 from headrace.moments import Moments, merge_all
+from headrace.validation import MAX_REWARD
 
 NAMES = list(ESTIMATORS)
 CASES = json.loads((Path(__file__).parent.parent / "vectors" / "estimators.json").read_text())["cases"]
@@ -155,6 +156,49 @@ def test_constant_returns_give_advantage_0_also_with_eps_0(agent_episodes, name,
     constant = [AgentEpisode(s.group, [0.0] * (len(s.rewards) - 1) + [value], s.tokens) for s in agent_episodes]
     values = advantages(name, experience_from(constant), gamma=1.0, eps=eps).advantages
     assert not np.any(values)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reinforce"])
+@pytest.mark.parametrize("base", [1.0, 0.3, -0.7, 900.5])
+def test_a_spread_within_the_rounding_errors_of_float32_rewards_counts_as_none(name: str, base: float) -> None:
+    close = [float(np.nextafter(np.float32(base), np.float32(sign * np.inf))) for sign in (-1, 1)]
+    agent_episodes = [AgentEpisode(0, [reward], [3]) for reward in (*close, float(np.float32(base)), close[1])]
+    estimate = advantages(name, experience_from(agent_episodes), gamma=1.0, eps=0.0)
+    assert estimate.advantages.tolist() == [0.0] * 4
+    assert estimate.groups.zero_variance.tolist() == [True]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_same_spread_of_float64_rewards_is_a_spread(name: str) -> None:
+    agent_episodes = [AgentEpisode(0, [reward], [3]) for reward in (0.1, 0.1 + 1.2e-7)]
+    estimate = advantages(name, experience_from(agent_episodes), gamma=1.0, eps=0.0)
+    assert estimate.advantages[1] > 0
+    assert not estimate.groups.zero_variance.any()
+
+
+def test_large_float32_rewards_that_cancel_keep_their_rounding_errors() -> None:
+    rewards = [[4096.25, -4096.0], [4096.25, float(np.nextafter(np.float32(-4096.0), np.float32(0)))]]
+    agent_episodes = [AgentEpisode(0, values, [3, 3]) for values in rewards]
+    assert group_statistics(experience_from(agent_episodes)).zero_variance.tolist() == [True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data(), gamma=st.sampled_from([0.0, 0.9, 1.0]), ddof=st.sampled_from([0, 1]))
+@settings(max_examples=40)
+def test_rewards_within_the_bound_give_returns_and_advantages_that_are_finite_in_float32(
+    name: str, data: st.DataObject, gamma: float, ddof: int
+) -> None:
+    bounded = st.sampled_from([MAX_REWARD, -MAX_REWARD, 0.0, 1.0, 1e-300, 1e-12, math.nextafter(MAX_REWARD, 0.0)])
+    turns = st.lists(bounded, min_size=1, max_size=4)
+    episodes = data.draw(st.lists(st.tuples(st.integers(0, 1), turns), min_size=1, max_size=6))
+    agent_episodes = [AgentEpisode(group, rewards, [2] * len(rewards)) for group, rewards in episodes]
+    experience = experience_from(agent_episodes)
+    ddof = 0 if ESTIMATORS[name].by_tokens else ddof
+    estimate = advantages(name, experience, gamma=gamma, ddof=ddof, eps=0.0)
+    moments = [estimate.groups.moments(group) for group in range(len(estimate.groups.n))]
+    squares = [merge_all([*moments, *([] if estimate.whitening is None else [estimate.whitening])]).m2]
+    for values in (estimate.returns, estimate.advantages, np.array(squares)):
+        assert np.isfinite(values.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -130,8 +130,8 @@ USABLE: frozenset[Status] = frozenset({"finished", "truncated"})
 class EpisodeEnded(Event, frozen=True, kw_only=True):
     """The single result of a dispatched episode. Stored as the trajectory's own frame.
 
-    ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
-    version of its rows; a missing ``high`` equals ``low``.
+    ``rewards``: the sum of rewards by agent, for agents with rows; ``reward_errors``: their rounding errors.
+    ``low``, ``high``: the lowest and highest version of its rows; a missing ``high`` equals ``low``.
     ``row_tokens``: tokens of all rows; ``longest_row``: tokens of the longest. ``size_bytes``: size of the stored
     trajectory. ``by_worker``: a worker submitted it; otherwise the scheduler ended the episode, and the shell stores a
     trajectory without segments.
@@ -146,6 +146,7 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
     status: Status
     failure: Failure | None = None
     rewards: dict[str, float] = {}
+    reward_errors: dict[str, float] = {}
     low: Version | None = None
     high: Version | None = None
     turns: int = 0

@@ -54,6 +54,7 @@ class EpisodeRow(SnapshotRow, frozen=True):
     trajectory: str
     failure: Failure | None
     by_worker: bool
+    reward_errors: dict[str, float] = {}
 
 
 class GroupRow(SnapshotRow, frozen=True):

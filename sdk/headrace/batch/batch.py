@@ -97,11 +97,22 @@ class Row:
         return self.served_advantages
 
     def token_advantages(self) -> npt.NDArray[np.float32]:
-        """Advantages f32[n] by token: each turn's at its own sampled positions, 0 elsewhere."""
+        """Advantages f32[n] by token: each turn's at its own sampled positions, 0 elsewhere. Raises InvalidRequest for
+        one that does not fit."""
         by_token = np.zeros(len(self.segment.token_ids), np.float32)
-        for turn, advantage in zip(self.segment.turns, self.advantages, strict=True):
+        for turn, advantage in zip(self.segment.turns, as_float32(self.advantages), strict=True):
             by_token[turn.start : turn.end] = advantage
         return by_token
+
+
+def as_float32(advantages: F64) -> npt.NDArray[np.float32]:
+    """The advantages in float32. Raises InvalidRequest for one that would be infinite."""
+    if not np.all(np.abs(advantages) <= np.finfo(np.float32).max):
+        raise InvalidRequest(
+            f"An advantage of {np.abs(advantages).max():g} does not fit into float32.",
+            hint="Rewards are at most 1e12 in magnitude; only an earlier version accepted larger ones.",
+        )
+    return advantages.astype(np.float32)
 
 
 class Batch:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch.batch import Batch, Row
+from headrace.batch.batch import Batch, Row, as_float32
 from headrace.errors import InvalidRequest
 from headrace.integrations.trainer_sampling import require_sampled_logprobs
 from headrace.layouts import TurnRow, split_turns
@@ -60,7 +60,7 @@ def samples(batch: Batch, *, first_version: int, first_group: int, now_s: float)
                 input_ids=part.token_ids.astype(np.int64),
                 completion_mask=part.sampled.astype(np.int64),
                 old_log_probs=part.logprobs.astype(np.float32),
-                advantage=float(part.advantages[0]),
+                advantage=float(as_float32(part.advantages)[0]),
                 model_version=version,
                 group_id=numbers[row.group.id],
                 metrics={"reward": episode_reward(row.trajectory)},

@@ -435,3 +435,22 @@ def test_the_advantages_of_a_trajectory_are_read_from_the_head_alone(make: str) 
             np.testing.assert_array_equal(by_head.returns, row.returns)
             np.testing.assert_array_equal(by_head.advantages, row.advantages)
     assert read_advantages(head, "of another batch") == []
+
+
+@pytest.mark.parametrize("name", ESTIMATORS[1:])
+def test_nothing_infinite_leaves_a_batch(name: str) -> None:
+    rewards = (1e12, -1e12, 1e12, 0.0)
+    group = group_of([make_trajectory(number=k, rewards=[reward, reward]) for k, reward in enumerate(rewards, 1)])
+    batch = Batch.parse(body_of([group], name=name))
+    for row in batch.rows:
+        assert np.isfinite(row.token_advantages()).all()
+    assert all(np.isfinite(column.astype(np.float32)).all() for column in batch.columns.values())
+    moments = [moments for agents in batch.manifest.groups for moments in agents.agents.values()]
+    assert np.isfinite(np.array([(m.n, m.mean, m.m2) for m in moments], np.float32)).all()
+
+
+def test_an_advantage_that_is_infinite_in_float32_is_refused() -> None:
+    group = group_of([make_trajectory(number=1, rewards=[1e60])])  # as an earlier version accepted it
+    (row,) = Batch.parse(body_of([group], name="reinforce")).rows
+    with pytest.raises(InvalidRequest, match="1e\\+60 does not fit into float32"):
+        row.token_advantages()

@@ -37,7 +37,7 @@ def test_a_reward_that_is_not_finite_is_a_failure(reward: Any) -> None:
     assert caught.value.kind == "reward-not-finite"
 
 
-@pytest.mark.parametrize("reward", [1.1e100, -1e101, 10**200, np.float64(1e300)])
+@pytest.mark.parametrize("reward", [1.1e12, -1e13, 1e60, 10**200, np.float64(1e300)])
 def test_a_reward_that_statistics_cannot_hold_is_a_failure(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
         environment_adapter.read_step(_step(reward=reward))

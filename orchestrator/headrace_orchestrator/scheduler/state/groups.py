@@ -49,6 +49,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.errors import InternalError
+from headrace.reward_precision import are_equal
 from headrace.trajectory import Failure, Task, Version
 from headrace_orchestrator.scheduler.events import PARTIAL, USABLE, EpisodeEnded
 from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
@@ -108,6 +109,7 @@ class Episode:
         "member",
         "nonce",
         "retries_used",
+        "reward_errors",
         "rewards",
         "sampling_seed",
         "state",
@@ -138,6 +140,7 @@ class Episode:
         self.low: Version | None = None
         self.high: Version | None = None
         self.rewards: dict[str, float] = {}
+        self.reward_errors: dict[str, float] = {}
         self.trajectory = ""
         self.failure: Failure | None = None
         self.by_worker = False
@@ -163,6 +166,7 @@ class Episode:
         self.low = event.low
         self.high = event.high or event.low
         self.rewards = event.rewards
+        self.reward_errors = event.reward_errors
         self.trajectory = event.trajectory
         self.failure = event.failure
         self.by_worker = event.by_worker
@@ -309,6 +313,14 @@ class Group:
         self.members = []
 
     def has_zero_variance(self) -> bool:
-        """True if at least two usable members have the same rewards, agent by agent."""
-        rewards = [episode.rewards for episode in self.members if episode.is_usable]
-        return len(rewards) > 1 and all(other == rewards[0] for other in rewards[1:])
+        """True if each agent has rows in at least two members, all with the same rewards up to rounding errors."""
+        rewards: dict[str, list[float]] = {}
+        errors: dict[str, list[float]] = {}
+        for episode in self.members:
+            if episode.is_usable:
+                for agent, reward in episode.rewards.items():
+                    rewards.setdefault(agent, []).append(reward)
+                    errors.setdefault(agent, []).append(episode.reward_errors.get(agent, 0.0))
+        return bool(rewards) and all(
+            len(values) > 1 and are_equal(values, errors[agent]) for agent, values in rewards.items()
+        )

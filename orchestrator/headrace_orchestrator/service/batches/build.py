@@ -1,6 +1,7 @@
 """The head and the body of a planned batch, computed from stored records.
 
-* A record that is damaged is left out of its batch, and logged; a group without an intact record is lost.
+* A record that is damaged, or has a reward beyond the bound of today, is left out of its batch, and logged; a group
+  without an intact record is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from headrace.batch.estimator_inputs import GroupInput
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.server import logs
-from headrace.wire.codec import decode_head
+from headrace.validation import MAX_REWARD
+from headrace.wire.codec import TrajectoryHead, decode_head
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.scheduler.commands.pull_plan import Form
@@ -74,10 +76,10 @@ def build_batch(log: Log, plan: Form, groups: Sequence[PlannedGroup], spec: RunS
     for group in groups:
         intact = _read_group(log, group)
         if intact:
-            members = [(decode_head(record), len(record)) for record in intact.values()]
+            members = [(head, len(record)) for head, record in intact.values()]
             kept.append((group.id, list(intact)))
             inputs.append(GroupInput(group.id, members[0][0].task, group.expected, members))
-            records += intact.values()
+            records += [record for _, record in intact.values()]
     head = build_head(
         batch=plan.batch,
         run=spec.name,
@@ -95,14 +97,25 @@ def build_batch(log: Log, plan: Form, groups: Sequence[PlannedGroup], spec: RunS
     return BuiltBatch(msgspec.structs.replace(plan, groups=kept), head, kept_body, len(records), lost, damaged)
 
 
-def _read_group(log: Log, group: PlannedGroup) -> dict[str, bytes]:
-    """The intact records of a group by id."""
-    intact: dict[str, bytes] = {}
+def _read_group(log: Log, group: PlannedGroup) -> dict[str, tuple[TrajectoryHead, bytes]]:
+    """The heads and bytes of the intact records of a group by id."""
+    intact: dict[str, tuple[TrajectoryHead, bytes]] = {}
     for trajectory, location in group.members.items():
         try:
             if location is None:
                 raise CorruptRecord("It was lost in the log.")
-            intact[trajectory] = log.read(location)
+            record = log.read(location)
+            head = decode_head(record)
+            _require_bounded(head)
+            intact[trajectory] = head, record
         except CorruptRecord as error:
             _log.error("damaged record left out of a batch", group=group.id, trajectory=trajectory, detail=error.detail)
     return intact
+
+
+def _require_bounded(head: TrajectoryHead) -> None:
+    """Raise CorruptRecord for a reward that only an earlier version accepted: in float32 it may be infinite."""
+    for segment in head.segments:
+        for turn in segment.turns:
+            if not -MAX_REWARD <= turn.reward <= MAX_REWARD:
+                raise CorruptRecord(f"Turn {turn.index} has the reward {turn.reward:g}, beyond {MAX_REWARD:g}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from headrace.reward_precision import reward_error
 from headrace.trajectory import Provenance, StopReason, Timing, Trajectory, Version
 from headrace.wire.codec import SegmentHead, TrajectoryHead
 from headrace_orchestrator.scheduler.events import EpisodeEnded
@@ -37,7 +38,7 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
                 version = (run.lineage, run.n)
                 low = version if low is None or version < low else low
                 high = version if high is None or version > high else high
-    rewards = {agent: math.fsum(turn_rewards[agent]) for agent in sorted(trained)} if head.status in SCORED else {}
+    agents = sorted(trained) if head.status in SCORED else ()
     lowest = None if low is None else Version(*low)
     return EpisodeEnded(
         run=head.run,
@@ -48,7 +49,8 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
         task=head.task,
         status=head.status,
         failure=head.failure,
-        rewards=rewards,
+        rewards={agent: math.fsum(turn_rewards[agent]) for agent in agents},
+        reward_errors={agent: reward_error(turn_rewards[agent]) for agent in agents},
         low=lowest,
         high=lowest if high is None or high == low else Version(*high),
         turns=turns,

@@ -251,3 +251,20 @@ def test_an_awaited_group_with_a_row_that_fits_into_no_bin_ends_with_that_reason
     harness.finish(harness.lease(1)[0], longest_row=101)
     reply = harness.empty(groups=["g"])
     assert (codes(reply), reply.reasons[0].facts["reason"]) == (["group-ended"], "row-too-long")
+
+
+def test_rewards_that_differ_only_by_rounding_are_of_zero_variance(harness):
+    harness.run(group_size=2, batch_size=2, max_staleness=0, zero_variance="drop")
+    first, second = harness.lease(2)
+    harness.finish(first, rewards={"agent": 1.0}, reward_errors={"agent": 1e-6})
+    harness.finish(second, rewards={"agent": 1.0 + 1.2e-7}, reward_errors={"agent": 1e-6})
+    assert harness.retired() == {first.group: "zero-variance"}
+
+
+def test_each_agent_is_compared_over_the_members_in_which_it_has_rows(harness):
+    harness.run(group_size=3, batch_size=3, max_staleness=0, zero_variance="drop")
+    first, second, third = harness.lease(3)
+    harness.finish(first, rewards={"a": 1.0, "b": 0.0})
+    harness.finish(second, rewards={"a": 1.0, "b": 0.0})
+    harness.finish(third, rewards={"a": 1.0})
+    assert harness.retired() == {first.group: "zero-variance"}, "as the manifest would state it"
