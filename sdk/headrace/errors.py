@@ -389,6 +389,14 @@ class CorruptRecord(ServiceError):
     title = "A stored record is damaged"
 
 
+class EstimatorFailed(ServiceError):
+    """An estimator of another package raised, or returned values that cannot be used; ``extra["estimator"]`` names
+    it."""
+
+    code = "estimator-failed"
+    title = "The estimator of the run failed"
+
+
 class CorruptAsset(ServiceError):
     """The bytes of a stored asset do not match its name."""
 

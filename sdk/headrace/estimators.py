@@ -8,6 +8,7 @@
 * A group of one gets advantage 0 where a group is compared, and is flagged.
 * Failed members never count; a group states its expected and its actual size.
 * Other packages add estimators by the entry point group ``headrace.estimators``.
+* An estimator that raises, or returns another shape or a value that is not finite, is a typed error that names it.
 
 All functions take flat arrays. An *agent episode* is the turns of one agent in one trajectory: contiguous, in the order
 of the episode. ``offsets[k] : offsets[k + 1]`` are the turns of agent episode ``k``. In shapes, ``episodes`` counts
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.common.registry import Registry
-from headrace.errors import InvalidRequest
+from headrace.errors import EstimatorFailed, InvalidRequest
 from headrace.moments import Moments
 from headrace.reward_precision import reward_errors
 
@@ -122,8 +123,8 @@ class Inputs(NamedTuple):
 class Estimator(NamedTuple):
     """An estimator that the service computes.
 
-    ``values`` returns f64[turns]. ``whiten``: the values are whitened over the batch. ``by_tokens``: whitening is
-    always weighted by tokens.
+    ``values`` returns f64[turns], finite for trained turns; the arrays of its argument are read-only. ``whiten``: the
+    values are whitened over the batch. ``by_tokens``: whitening is always weighted by tokens.
     """
 
     values: Callable[[Inputs], F64]
@@ -167,6 +168,7 @@ def _per_turn(inputs: Inputs, values: F64) -> F64:
 ESTIMATORS = Registry(
     "estimator",
     ENTRY_POINT_GROUP,
+    Estimator,
     {
         "reinforce": Estimator(_returns),
         "rebn": Estimator(_returns, whiten=True),
@@ -216,7 +218,7 @@ def advantages(
 
     ``gamma`` is per turn. ``ddof`` and ``eps`` apply to every division by a spread, ``weighting`` to whitening;
     estimators that always weight by tokens override it. Raises InvalidRequest for an unknown estimator, and for ddof 1
-    with token weighting.
+    with token weighting; EstimatorFailed for one of another package that fails.
     """
     estimator = ESTIMATORS.find(name)
     if estimator.by_tokens:
@@ -229,7 +231,7 @@ def advantages(
     totals = episode_rewards(experience.rewards, experience.offsets)
     groups = _group_statistics(experience, totals)
     trained = np.ones(len(returns), np.bool_) if experience.trained is None else experience.trained
-    values = estimator.values(Inputs(experience, returns, totals, groups, ddof, eps))
+    values = _values(name, estimator, Inputs(experience, returns, totals, groups, ddof, eps), trained)
     whitening = None
     if estimator.whiten:
         weights = experience.tokens[trained] if weighting == "token" else None
@@ -237,6 +239,50 @@ def advantages(
         error = reward_errors(experience.rewards, experience.offsets).min(initial=1.0)
         values = _whitened(values, whitening, ddof, eps, error)
     return Estimate(returns, np.where(trained, values, 0.0), groups, whitening)
+
+
+def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools) -> F64:
+    """The values of an estimator, f64[turns], finite in float32 for the trained turns. Raises EstimatorFailed."""
+    hint = "Correct the estimator, or create a run with another one."
+    try:
+        values = np.asarray(estimator.values(_read_only(inputs)), np.float64)
+    except Exception as error:
+        raise EstimatorFailed(
+            f"Estimator {name!r} raised {type(error).__name__}: {error}.", hint=hint, estimator=name
+        ) from error
+    turns = len(inputs.returns)
+    if values.shape != (turns,):
+        raise EstimatorFailed(
+            f"Estimator {name!r} returned an array of shape {values.shape}, not ({turns},), one value for each turn.",
+            hint=hint,
+            estimator=name,
+        )
+    wrong = np.flatnonzero(trained & ~(np.abs(values) <= np.finfo(np.float32).max))
+    if len(wrong):
+        raise EstimatorFailed(
+            f"Estimator {name!r} returned {values[wrong[0]]:g} for turn {wrong[0]} of {turns}, which is not a finite "
+            "number of float32.",
+            hint=hint,
+            estimator=name,
+        )
+    return values
+
+
+def _read_only(inputs: Inputs) -> Inputs:
+    """The inputs with views of their arrays that an estimator cannot change."""
+    experience = inputs.experience._replace(**_views(inputs.experience))
+    groups = inputs.groups._replace(**_views(inputs.groups))
+    return inputs._replace(experience=experience, groups=groups, **_views(inputs, "returns", "totals"))
+
+
+def _views(values: Experience | GroupStatistics | Inputs, *names: str) -> dict[str, Any]:
+    views = {}
+    for name in names or values._fields:
+        array = getattr(values, name)
+        if array is not None:
+            views[name] = array.view()
+            views[name].flags.writeable = False
+    return views
 
 
 def gae_turn(

@@ -40,6 +40,7 @@ class SelectionRule(NamedTuple):
 SELECTION_RULES = Registry(
     "selection rule",
     ENTRY_POINT_GROUP,
+    SelectionRule,
     {
         "fifo": SelectionRule(lambda groups: groups.in_order()),
         "lifo": SelectionRule(lambda groups: groups.in_order(backwards=True)),

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from headrace.errors import InvalidRequest
+from headrace.errors import EstimatorFailed, InvalidRequest
 from headrace.estimators import (
     ESTIMATORS,
+    Estimator,
     Experience,
     advantages,
     episode_rewards,
@@ -294,3 +295,43 @@ def test_an_unknown_estimator_is_refused() -> None:
 def test_token_weighting_takes_ddof_0_only() -> None:
     with pytest.raises(InvalidRequest, match="takes ddof 0, not 1"):
         advantages("rebn", experience_from([AgentEpisode(0, [1.0], [1])]), gamma=1.0, ddof=1, weighting="token")
+
+
+# Estimators of other packages -----------------------------------------------------------------------------------
+
+
+def estimate_with(values: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Any:
+    """Compute two turns with an estimator of another package."""
+    monkeypatch.setitem(ESTIMATORS, "own", Estimator(values, **fields))
+    return advantages("own", experience_from([AgentEpisode(0, [1.0, 2.0], [3, 3])]), gamma=1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (lambda inputs: inputs.returns * np.nan, r"returned nan for turn 0 of 2"),
+        (lambda inputs: np.array([0.0, np.inf]), r"returned inf for turn 1 of 2"),
+        (lambda inputs: np.array([0.0, 1e39]), r"returned 1e\+39 for turn 1 of 2"),
+        (lambda inputs: inputs.returns[:1], r"returned an array of shape \(1,\), not \(2,\)"),
+        (lambda inputs: inputs.returns[:, None], r"returned an array of shape \(2, 1\), not \(2,\)"),
+        (lambda inputs: 0.0, r"returned an array of shape \(\), not \(2,\)"),
+        (lambda inputs: None, r"returned nan|raised TypeError|shape \(\)"),
+        (lambda inputs: 1 / 0, r"raised ZeroDivisionError: division by zero"),
+        (lambda inputs: np.negative(inputs.returns, out=inputs.returns), r"raised ValueError: .*read-only"),
+        (lambda inputs: inputs.experience.rewards.sort(), r"raised ValueError: .*read-only"),
+    ],
+)
+@pytest.mark.parametrize("whiten", [False, True])
+def test_an_estimator_that_fails_is_a_typed_error_that_names_it(
+    values: Any, said: str, whiten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EstimatorFailed, match=f"Estimator 'own' .*({said})") as caught:
+        estimate_with(values, monkeypatch, whiten=whiten)
+    assert caught.value.extra == {"estimator": "own"}
+
+
+def test_the_values_of_turns_that_are_not_trained_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESTIMATORS, "own", Estimator(lambda inputs: np.array([np.nan, 2.0])))
+    experience = experience_from([AgentEpisode(0, [1.0, 2.0], [3, 3])])._replace(trained=np.array([False, True]))
+    assert advantages("own", experience, gamma=1.0).advantages.tolist() == [0.0, 2.0]
+    assert experience.rewards.flags.writeable, "the caller's arrays are not changed"

@@ -82,3 +82,25 @@ def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
         parse_run_spec({"name": "a", "estimator": {"name": "doubled"}})
     with pytest.raises(InvalidRunSpec, match=r"selection\.order.*No selection rule 'newest'.*Known: fifo, lifo"):
         parse_run_spec({"name": "a", "selection": {"order": "newest"}})
+
+
+def test_an_entry_point_that_cannot_be_loaded_or_is_of_another_type_is_named(installed: Path) -> None:
+    (installed / "extension-1.0.dist-info" / "entry_points.txt").write_text(
+        "[headrace.estimators]\ngone = extension:gone\nodd = extension:newest\n"
+    )
+    out = printed_by(
+        """
+        from headrace.errors import InvalidRunSpec
+        from headrace.runspec import parse_run_spec
+
+        for name in ("gone", "odd"):
+            try:
+                parse_run_spec({"name": "a", "estimator": {"name": name}})
+            except InvalidRunSpec as error:
+                print(error.detail)
+        """,
+        installed,
+    )
+    gone, odd = out.splitlines()
+    assert "The estimator 'gone' cannot be loaded: its entry point 'extension:gone' raised AttributeError" in gone
+    assert "The estimator 'odd' is a SelectionRule, not a Estimator." in odd

@@ -192,7 +192,13 @@ def _learner_routes() -> list[Route]:
             roles=LEARNER,
             request=messages.PullRequest,
             response=messages.BATCH_MEDIA_TYPE,
-            errors=(*RUN_ERRORS, errors.UnknownGroup, errors.SessionSuperseded, errors.CorruptRecord),
+            errors=(
+                *RUN_ERRORS,
+                errors.UnknownGroup,
+                errors.SessionSuperseded,
+                errors.CorruptRecord,
+                errors.EstimatorFailed,
+            ),
         ),
         run_command(
             f"{API}/runs/{{run}}/resume",

@@ -96,6 +96,7 @@ _WAITED_FOR = {
     "zero-variance": "groups whose members have different rewards",
     "row-too-long": "groups whose rows fit into a bin",
     "no-rows": "episodes in which the policy acts",
+    "estimator-failing": "the estimator, which fails",
     "group-ended": "nothing: a group that it waits for has ended",
 }
 """The reasons of an empty pull in words, by code."""

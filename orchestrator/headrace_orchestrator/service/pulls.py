@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import msgspec
 
-from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionSuperseded
+from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, EstimatorFailed, SessionSuperseded
 from headrace.server import logs
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
@@ -180,7 +180,12 @@ class Pulls:
         version was announced meanwhile."""
         shell = self._shell
         groups = planned_groups(shell.store, run, plan)
-        formed = await asyncio.to_thread(build_batch, shell.store.log, plan, groups, shell.run(run).spec)
+        try:
+            formed = await asyncio.to_thread(build_batch, shell.store.log, plan, groups, shell.run(run).spec)
+        except EstimatorFailed as error:
+            shell.run(run).estimator_failure = str(error)
+            raise
+        shell.run(run).estimator_failure = ""
         if planned_groups(shell.store, run, plan) != groups:
             return None  # its records were moved to another file, or its groups have retired
         self._metrics.damaged.inc(formed.damaged)

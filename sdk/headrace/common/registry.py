@@ -14,12 +14,13 @@ T = TypeVar("T")
 
 class Registry(dict[str, T]):
     """The items of Headrace by name. ``kind`` is the word for an item in errors; each entry point of ``group`` adds
-    one."""
+    one of ``item_type``."""
 
-    def __init__(self, kind: str, group: str, items: Mapping[str, T]) -> None:
+    def __init__(self, kind: str, group: str, item_type: type[T], items: Mapping[str, T]) -> None:
         super().__init__(items)
         self.kind = kind
         self.group = group
+        self._item_type = item_type
 
     def names(self) -> list[str]:
         """All names, including those of installed packages."""
@@ -32,7 +33,19 @@ class Registry(dict[str, T]):
         point = installed(self.group).get(name)
         if point is None:
             raise InvalidRequest(f"No {self.kind} {name!r}.", hint=f"Known: {', '.join(self.names())}.")
-        item: T = point.load()
+        try:
+            item = point.load()
+        except Exception as error:
+            raise InvalidRequest(
+                f"The {self.kind} {name!r} cannot be loaded: its entry point {point.value!r} raised "
+                f"{type(error).__name__}: {error}.",
+                hint=f"Correct the entry point of the group {self.group!r}, and install its package where this runs.",
+            ) from error
+        if not isinstance(item, self._item_type):
+            raise InvalidRequest(
+                f"The {self.kind} {name!r} is a {type(item).__name__}, not a {self._item_type.__name__}.",
+                hint=f"Its entry point {point.value!r} has to name a {self._item_type.__name__}.",
+            )
         return item
 
 

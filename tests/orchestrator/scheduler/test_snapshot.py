@@ -132,7 +132,15 @@ SOFT = {
     Ledger: set(),
     Versions: set(),
     PolicyServersState: {"reasons"},
-    Run: {"concurrency_cap", "failure_backoff", "failure_streak", "cut_deadlines", "learners", "retiring"},
+    Run: {
+        "concurrency_cap",
+        "estimator_failure",
+        "failure_backoff",
+        "failure_streak",
+        "cut_deadlines",
+        "learners",
+        "retiring",
+    },
 }
 BY_REFERENCE = {
     Episode: {"group"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from headrace.batch.batch import Batch
 from headrace.batch.manifest import BatchSelection
+from headrace.estimators import ESTIMATORS, Estimator
 from headrace.wire import messages
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -63,3 +65,21 @@ async def test_a_partial_group_is_served_although_its_worker_never_answers(api: 
     assert (group.expected, group.actual, group.complete) == (2, 1, False)
     (listed,) = (await api.ask("GET", "/v1/runs/run/trajectories?status=cancelled"))["trajectories"]
     assert (listed["episode"], listed["failure"]["kind"]) == (attempts[1].episode, "partial")
+
+
+async def test_an_estimator_that_fails_ends_the_pull_and_is_a_reason_until_it_works(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ESTIMATORS, "own", Estimator(lambda inputs: 1 / 0))
+    await api.create_run(group_size=1, batch_size=1, estimator={"name": "own"})
+    await api.play(free=1)
+    request = {"learner": "learner", "session": "one", "request": "r"}
+    problem = await api.ask("POST", "/v1/runs/run/pull", request, status=500)
+    assert (problem["code"], problem["estimator"]) == ("estimator-failed", "own")
+    assert problem["detail"] == "Estimator 'own' raised ZeroDivisionError: division by zero."
+    reasons = (await api.ask("GET", "/v1/runs/run"))["reasons"]
+    assert next(reason["code"] for reason in reasons) == "estimator-failing"
+    monkeypatch.setitem(ESTIMATORS, "own", Estimator(lambda inputs: inputs.returns))
+    assert isinstance(await api.pull(request="r"), Batch)
+    reasons = (await api.ask("GET", "/v1/runs/run"))["reasons"]
+    assert "estimator-failing" not in [reason["code"] for reason in reasons]

@@ -75,6 +75,8 @@ def _finished(run: Run, filter: GroupFilter) -> list[Reason]:
 def _blocked(run: Run, awaited: list[str] | None) -> Iterator[Reason]:
     """Reasons that stop admission, or hold eligible groups back."""
     held = [batch for batch in run.batches_for_any_pull() if batch.leased]
+    if run.estimator_failure:
+        yield Reason(code="estimator-failing", message=run.estimator_failure, facts={"name": run.spec.estimator.name})
     yield from _held_batches(run, held) if awaited is None else _awaited_in_batches(run, awaited)
     yield from _missing_shards(run)
     yield from _byte_bound(run)

@@ -158,6 +158,8 @@ class Run:
         self.cut_deadlines: dict[str, float] = {}
         #: Soft: more groups may wait to be retired than one command retires; the next tick continues.
         self.retiring = False
+        #: Soft: the error of the run's estimator where it could not compute the last batch; else empty.
+        self.estimator_failure = ""
         #: Soft.
         self.failure_streak = FailureStreak()
         self.failure_backoff = FailureBackoff()
