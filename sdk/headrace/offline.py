@@ -32,6 +32,7 @@ from headrace.store.asset_files import FOLDER, read_asset
 from headrace.store.catalog import BatchState, Catalog, CatalogBatch
 from headrace.store.log_files import LogFile
 from headrace.store.log_format import Frame, FrameType
+from headrace.store.regular_files import open_descriptor, require_regular_entries
 from headrace.trajectory import Status, Trajectory, Version
 from headrace.wire.codec import TrajectoryHead, decode, decode_head
 
@@ -168,6 +169,7 @@ class Reader:
                 f"{path} is not a data directory: it has no folder named log.",
                 hint="Give the directory with which the orchestrator was started (--data).",
             )
+        require_regular_entries(path)
 
     def trajectories(
         self,
@@ -305,7 +307,7 @@ class Reader:
     def _payload(self, number: int, offset: int, length: int) -> bytes:
         file = log_files.path_of(self.path / "log", number)
         try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_descriptor(file, os.O_RDONLY)
         except FileNotFoundError as error:
             raise CorruptRecord(
                 f"The file {file.name} was deleted after it was listed.",

@@ -64,6 +64,9 @@ ASSETS = _tests(
 READERS = _tests(
     "10 stalled readers (G08)", "tests/orchestrator/service/test_projection_readers.py", HEADRACE_G08_ROUNDS="10"
 )
+FOLDERS = _tests(
+    "1,000 hostile folders", "tests/orchestrator/buffer/test_hostile_folders.py", HEADRACE_HOSTILE_FOLDERS="1000"
+)
 SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/service/test_kills.py", HEADRACE_SANDBOX_KILLS="50")
 CLIENTS = _tests(
     "idle connections and endless headers", "tests/chaos/test_hostile_clients.py", CHAOS_HOSTILE_ROUNDS="20"
@@ -75,7 +78,7 @@ PROGRAMS = _tests(
     HEADRACE_PROGRAMS="10000",
 )
 
-LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS))
+LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS, FOLDERS))
 ALONE = (CLIENTS, PROGRAMS)
 
 

@@ -5,6 +5,7 @@
 * No service starts on a backup: it must be restored first.
 * The lock is released when the owner, and every process that writes for it, has ended, however they end; a start right
   after the end of the owner waits for them.
+* Symbolic links and special files in a data directory are refused before anything is read or written.
 * An owner that was paused while its lock was lost and another process took the directory notices it by the epoch.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
+from headrace.store.regular_files import open_descriptor, read_file, require_regular_entries
 from headrace_orchestrator.buffer.durable_files import replace_file
 
 BACKUP_MANIFEST = "backup.json"
@@ -79,7 +81,8 @@ class DataDirectory:
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            require_regular_entries(path)
+            lock = open_descriptor(path / "owner", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise SetupError(
                 f"The data directory {path} cannot be used: {error.strerror}.",
@@ -108,18 +111,20 @@ class DataDirectory:
 
 
 def require_log(path: Path) -> None:
-    """Raise SetupError if this is not a data directory."""
+    """Raise SetupError if this is not a data directory, or has symbolic links or special files."""
     if not (path / "log").is_dir():
         raise SetupError(
             f"{path} is not a data directory: it has no folder named log.",
             hint="Give the directory that the orchestrator was started with (--data).",
         )
+    require_regular_entries(path)
 
 
 @contextmanager
 def lock_directory(path: Path) -> Iterator[None]:
     """Keep orchestrators out of a data directory for the block. Raises DataDirectoryInUse."""
-    lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    require_regular_entries(path)
+    lock = open_descriptor(path / "owner", os.O_RDWR | os.O_CREAT)
     try:
         _acquire(lock, path)
         yield
@@ -130,7 +135,7 @@ def lock_directory(path: Path) -> Iterator[None]:
 def is_owned(path: Path) -> bool:
     """True if an orchestrator runs on this data directory now."""
     try:
-        lock = os.open(path / "owner", os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_descriptor(path / "owner", os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -144,7 +149,7 @@ def is_owned(path: Path) -> bool:
 
 def _file_identity(file: Path) -> tuple[int, int]:
     """Inode and modification time: they differ if the file was replaced."""
-    status = os.stat(file)
+    status = os.lstat(file)
     return status.st_ino, status.st_mtime_ns
 
 
@@ -199,7 +204,7 @@ def _read_owner(lock: int) -> dict[str, int]:
 def _next_epoch(path: Path, owner: dict[str, int]) -> int:
     file = path / "epoch"
     try:
-        last = int(file.read_bytes())
+        last = int(read_file(file))
     except FileNotFoundError as error:
         last = owner.get("epoch", 0)
         if not last and any((path / "log").glob("*.log")):
@@ -220,11 +225,11 @@ def _next_epoch(path: Path, owner: dict[str, int]) -> int:
 def last_epoch(path: Path) -> int:
     """The highest epoch that this data directory is known to have had; 0 if none."""
     try:
-        recorded = int((path / "epoch").read_bytes())
+        recorded = int(read_file(path / "epoch"))
     except (FileNotFoundError, ValueError):
         recorded = 0
     try:
-        owner = json.loads((path / "owner").read_bytes())["epoch"]
+        owner = json.loads(read_file(path / "owner"))["epoch"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         owner = 0
     return max(recorded, int(owner))

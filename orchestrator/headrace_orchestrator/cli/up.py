@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from headrace.errors import SetupError
+from headrace.store.regular_files import require_regular_entries
 from headrace.wire.policy_server import canonical_address
 from headrace_orchestrator.cli.address_options import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
@@ -112,6 +113,7 @@ def up(
     tiny_policy_port = tiny_policy_port or components.free_port()
     if tiny_policy:
         components.require_free("127.0.0.1", tiny_policy_port)
+    require_regular_entries(data)
     with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_print_event, grace_s=GRACE_S) as supervisor:
         sleep = interruptible_sleep(stop)
         supervisor.start(

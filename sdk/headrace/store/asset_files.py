@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.assets import check_asset, corrupt_asset, is_asset_name
 from headrace.errors import UnknownAsset
+from headrace.store.regular_files import open_to_read, read_file
 
 FOLDER = "assets"
 """Folder of the assets in a data directory."""
@@ -28,7 +29,7 @@ def read_asset(folder: Path, name: str) -> bytes:
     if not is_asset_name(name):
         raise unknown_asset(name)
     try:
-        data = asset_path(folder, name).read_bytes()
+        data = read_file(asset_path(folder, name))
     except FileNotFoundError:
         raise unknown_asset(name) from None
     except OSError as error:
@@ -42,9 +43,11 @@ def verify_asset(folder: Path, name: str) -> int:
 
     Raises UnknownAsset, CorruptAsset.
     """
+    if not is_asset_name(name):
+        raise corrupt_asset(name, "its name is not a SHA-256")
     digest, size = hashlib.sha256(), 0
     try:
-        with open(asset_path(folder, name), "rb") as stream:
+        with open_to_read(asset_path(folder, name)) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size += len(chunk)

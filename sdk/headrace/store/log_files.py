@@ -16,6 +16,7 @@ import msgspec
 from headrace.errors import SetupError
 from headrace.store import log_format
 from headrace.store.log_format import Damage, FileHead, Frame
+from headrace.store.regular_files import open_to_read
 
 
 class LogFile(NamedTuple):
@@ -28,7 +29,7 @@ class LogFile(NamedTuple):
 
     def scan(self, start: int = 0) -> Iterator[Frame | Damage]:
         """All valid frames and damage, in order, from the frame at offset ``start`` in bytes."""
-        with open(self.path, "rb") as stream:
+        with open_to_read(self.path) as stream:
             yield from log_format.scan(stream, start=start, end=self.size_bytes)
 
     @property
@@ -105,7 +106,7 @@ def missing_files(number: int, following: int) -> str:
 
 def head_of(path: Path) -> FileHead | None:
     """Read the head of a file; None if it is damaged."""
-    with open(path, "rb") as stream:
+    with open_to_read(path) as stream:
         try:
             return log_format.read_head(stream)
         except msgspec.MsgspecError:

@@ -85,7 +85,7 @@ def test_few_files_are_held_open_however_many_there_are(tmp_path: Path) -> None:
 def test_a_process_that_runs_out_of_a_resource_does_not_call_a_record_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out(path: Path, flags: int) -> int:
+    def out(path: Path, flags: int, mode: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     make_file(tmp_path, 1, b"payload")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,8 +50,11 @@ class AssetFiles:
         self._for_each(sync_directory, [*subfolders(self.folder), self.folder, self.folder.parent])
 
     def exists(self, name: str) -> bool:
-        """True if a file of that name exists. Callable from any thread; takes a few microseconds."""
-        return os.path.exists(f"{self.folder}/{name[:2]}/{name}")
+        """True if a regular file of that name exists. Callable from any thread; takes a few microseconds."""
+        try:
+            return stat.S_ISREG(os.lstat(f"{self.folder}/{name[:2]}/{name}").st_mode)
+        except FileNotFoundError:
+            return False
 
     def count_subfolder(self, subfolder: Path) -> None:
         """Count the files of a subfolder, once."""
@@ -58,7 +62,7 @@ class AssetFiles:
             return
         self._counted.add(subfolder)
         with os.scandir(subfolder) as entries:
-            sizes = [entry.stat().st_size for entry in entries]
+            sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
         self.count += len(sizes)
         self.size_bytes += sum(sizes)
 
@@ -126,13 +130,13 @@ class AssetFiles:
 
 def subfolders(folder: Path) -> list[Path]:
     """The folders that hold assets, ``00`` to ``ff``: 256 at most."""
-    return sorted(path for path in folder.glob("[0-9a-f][0-9a-f]") if path.is_dir())
+    return sorted(path for path in folder.glob("[0-9a-f][0-9a-f]") if path.is_dir() and not path.is_symlink())
 
 
 def size_of(path: Path) -> int:
     """Size of a file in bytes; 0 if it does not exist (no asset is empty)."""
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return 0
 

@@ -5,6 +5,8 @@
 * An interrupted backup leaves the previous one as it was. A backup of another log is not overwritten, and a data
   directory never.
 * A damaged asset is named, and does not end the backup.
+* Names in a backup's list of files are those of log files, and symbolic links and special files are refused, in the
+  directory and in the backup.
 * Data that the directory lost, and did not delete by its rules, stays in the backup: a damaged file of the log is named
   and not copied over the intact one, and a backup that has more than the directory is left as it is.
 
@@ -20,6 +22,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -27,6 +30,7 @@ from headrace.errors import InvalidRequest, SetupError, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.asset_files import FOLDER, asset_path
 from headrace.store.log_format import Damage
+from headrace.store.regular_files import open_to_read, read_file, require_regular_entries, truncate
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,
     LogFileDeleted,
@@ -47,11 +51,15 @@ _ATTEMPTS = 5
 """Retention may delete files while they are copied; then the backup begins again with the remaining files."""
 
 
+MAX_EPOCH = 1 << 48
+"""Highest epoch of a backup: restores and starts can count on from there."""
+
+
 class CopiedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the log: its valid length, and the SHA-256 of that part."""
 
-    name: str
-    size_bytes: int
+    name: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{8}\.log\Z")]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: str
 
 
@@ -61,7 +69,7 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = 1
     log: str
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
     made_ms: int
     files: list[CopiedFile]
 
@@ -91,6 +99,7 @@ def back_up(
     if destination.resolve().is_relative_to(data.resolve()):
         raise InvalidRequest(f"{destination} is inside {data}.", hint="Name a folder elsewhere, on another disk.")
     with store_errors(destination), _exclusive(destination):
+        require_regular_entries(destination)
         if last_epoch(destination):
             raise InvalidRequest(
                 f"{destination} is a data directory: the backup would overwrite the data that is stored there.",
@@ -107,9 +116,10 @@ def back_up(
 
 
 def read_manifest(backup: Path) -> BackupManifest:
-    """Read the manifest of a backup. Raises SetupError."""
+    """Read the manifest of a backup. Raises SetupError, also if the backup has symbolic links or special files."""
+    require_regular_entries(backup)
     try:
-        return msgspec.json.decode((backup / BACKUP_MANIFEST).read_bytes(), type=BackupManifest)
+        return msgspec.json.decode(read_file(backup / BACKUP_MANIFEST), type=BackupManifest)
     except FileNotFoundError as error:
         raise SetupError(
             f"{backup} is not a backup: it has no file {BACKUP_MANIFEST}.",
@@ -205,7 +215,7 @@ class _BackupRun:
         self._copied_files += 1
         self._copied_bytes += size
         if last and (whole := _whole_size(target)) < size:
-            os.truncate(target, whole)
+            truncate(target, whole)
             size, digest = whole, digest_of(target, whole)
         return CopiedFile(name=file.name, size_bytes=size, sha256=digest)
 
@@ -271,7 +281,7 @@ def _continues(file: Path, copied: Path) -> bool:
 
 def _probe(path: Path) -> tuple[int, bytes, bytes]:
     try:
-        with path.open("rb") as stream:
+        with open_to_read(path) as stream:
             first = stream.read(_PROBE_BYTES)
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - _PROBE_BYTES))
@@ -283,7 +293,7 @@ def _probe(path: Path) -> tuple[int, bytes, bytes]:
 def _durable_size(file: Path) -> int:
     """Size of a file, after a sync."""
     try:
-        with file.open("rb") as stream:
+        with open_to_read(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             os.fdatasync(stream.fileno())
             return size
@@ -293,7 +303,7 @@ def _durable_size(file: Path) -> int:
 
 def _whole_size(file: Path) -> int:
     """Size of a file without an append that was under way."""
-    with file.open("rb") as stream:
+    with open_to_read(file) as stream:
         for item in log_format.scan(stream):
             if isinstance(item, Damage) and item.torn:
                 return item.offset

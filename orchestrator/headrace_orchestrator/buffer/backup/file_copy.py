@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace.assets import is_asset_name
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store.asset_files import FOLDER, asset_path
+from headrace.store.regular_files import open_to_read, open_to_write
 from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.progress import OnProgress
 
@@ -45,12 +46,12 @@ def copy(source: Path, target: Path, size: int, progress: CopyProgress) -> str:
     partial = target.with_name(target.name + ".partial")
     digest = hashlib.sha256()
     try:
-        reader = source.open("rb")
+        reader = open_to_read(source)
     except FileNotFoundError:
         if source.suffix == ".log":
             raise LogFileDeleted from None
         raise
-    with reader, partial.open("wb") as writer:
+    with reader, open_to_write(partial) as writer:
         left = size
         while left:
             chunk = reader.read(min(_CHUNK_BYTES, left))
@@ -87,14 +88,14 @@ def copy_asset(asset: Path, directory: Path, progress: CopyProgress) -> bool:
 def assets_in(directory: Path) -> Iterator[Path]:
     """The files of all assets."""
     for asset in sorted((directory / FOLDER).glob("??/*")):
-        if is_asset_name(asset.name):
+        if is_asset_name(asset.name) and not asset.is_symlink():
             yield asset
 
 
 def digest_of(path: Path, size: int) -> str:
     """SHA-256 of the first ``size`` bytes of a file."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_to_read(path) as stream:
         while size and (chunk := stream.read(min(_CHUNK_BYTES, size))):
             digest.update(chunk)
             size -= len(chunk)

@@ -5,6 +5,7 @@
   answers of the old service are refused.
 * Damage in a backup is refused, or restored as it is on request: then only the damaged records are lost.
 * A directory in which a restore failed is left empty.
+* Nothing is written outside of the directory: a backup with other names than those of log files is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace.store.asset_files import FOLDER
 from headrace_orchestrator.buffer.backup.backup import read_manifest
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,
+    LogFileDeleted,
     assets_in,
     copy,
     copy_asset,
@@ -62,7 +64,11 @@ def restore(
         (data / "log").mkdir(parents=True, exist_ok=True)
         for file in manifest.files:
             source = backup / "log" / file.name
-            if copy(source, data / "log" / file.name, file.size_bytes, progress) != file.sha256:
+            try:
+                is_intact = copy(source, data / "log" / file.name, file.size_bytes, progress) == file.sha256
+            except LogFileDeleted:
+                is_intact = False
+            if not is_intact:
                 damaged.append(_accept_damage(source, despite_damage))
         damaged += [_accept_damage(asset, despite_damage) for asset in assets if not copy_asset(asset, data, progress)]
         # Starts are seconds apart, so counting them never reaches the clock; a later restore gets a higher epoch.
@@ -75,7 +81,7 @@ def _accept_damage(path: Path, despite_damage: bool) -> str:
     """The name of a damaged file. Raises CorruptRecord unless damage is to be restored."""
     if not despite_damage:
         raise CorruptRecord(
-            f"{path} is damaged: its digest is not the one that it was copied with.",
+            f"{path} is damaged or missing: its digest is not the one that it was copied with.",
             hint="`headrace fsck` of the backup lists the lost records; --despite-damage restores it anyway.",
             file=path.name,
         )

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from headrace.errors import DataDirectoryInUse
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FrameType, pack_frame, with_digest
+from headrace.store.regular_files import open_descriptor
 from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.log.writeback import begin_writeback
 
@@ -76,7 +77,7 @@ class LogFileWriter:
     def reopen(self, number: int, total_bytes: int, headers: bytes | memoryview) -> None:
         """Open an existing file to append to it, and make its content durable. ``total_bytes``: size of all files,
         including this one. ``headers``: the frame headers in it. Raises OSError."""
-        self._descriptor = os.open(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._descriptor = open_descriptor(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND)
         sync(self._descriptor)
         sync_directory(self._directory)
         self._digest = hashlib.sha256(headers)

@@ -21,6 +21,7 @@ from typing import Protocol
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.log_files import path_of
+from headrace.store.regular_files import open_descriptor
 from headrace_orchestrator.buffer.durable_files import sync_directory
 
 MAX_OPEN = 64
@@ -130,7 +131,7 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         self.descriptor = -1
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = open_descriptor(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if self.descriptor >= 0:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from headrace.errors import CorruptRecord, DataDirectoryInUse, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.log_files import LogFile, path_of
 from headrace.store.log_format import Damage, FileHead, FooterBuilder, Frame, FrameType
+from headrace.store.regular_files import truncate
 from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.log.file_writer import PendingFrame
 from headrace_orchestrator.buffer.log.files import LocalLogFiles, LogFiles
@@ -237,7 +237,7 @@ class Log:
             if current is not None:
                 current.add_read(item)
                 if isinstance(item, Damage) and item.torn:
-                    os.truncate(file.path, item.offset)
+                    truncate(file.path, item.offset)
                     continue
             yield _located(file, item)
         self.scanned_bytes = base + file.size_bytes

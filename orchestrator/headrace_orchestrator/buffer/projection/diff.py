@@ -87,7 +87,7 @@ def copy_projection(source: Path, target: Path, *, live: bool) -> ProjectionCopy
     if live:
         # One read transaction: the copy shows one moment, and the writer does not wait.
         with (
-            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as original,
+            closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as original,
             closing(sqlite3.connect(target)) as copied,
         ):
             original.backup(copied)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from headrace.errors import SetupError
+from headrace.store.regular_files import open_to_append, open_to_read
 from headrace_orchestrator.cli.processes import parent_guard
 
 FIRST_RESTART_S = 0.5
@@ -145,7 +146,7 @@ class ProcessSupervisor:
 
     def tail(self, name: str) -> str:
         """The end of a component's log since its last start."""
-        with self.log_file(name).open("rb") as log:
+        with open_to_read(self.log_file(name)) as log:
             log.seek(self._children[name].log_start)
             return log.read().decode(errors="replace")[-TAIL_CHARS:].strip()
 
@@ -189,7 +190,7 @@ class ProcessSupervisor:
 
     def _spawn(self, component: Component) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", parent_guard.__file__, str(os.getpid()), *component.command]
-        with self.log_file(component.name).open("ab") as log:
+        with open_to_append(self.log_file(component.name)) as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
