@@ -250,15 +250,18 @@ class _StateCollector(Collector):
         slots: dict[str, float] = {}
         leased: dict[str, float] = {}
         workers: dict[str, float] = {}
+        spelled: dict[str, float] = {}
         for worker in status.workers:
             pool = worker.pool
             slots[pool] = slots.get(pool, 0.0) + worker.slots
             leased[pool] = leased.get(pool, 0.0) + worker.leased
             workers[pool] = workers.get(pool, 0.0) + 1
+            spelled[pool] = spelled.get(pool, 0.0) + worker.stats.get("control_tokens", 0.0)
         for name, text, series in (
             ("pool_slots", "Slots of the workers of a pool.", slots),
             ("pool_slots_leased", "Slots that run an episode.", leased),
             ("pool_workers", "Workers of a pool.", workers),
+            ("pool_control_tokens", "Control tokens that environments spelled to a pool's workers.", spelled),
         ):
             family = GaugeMetricFamily(f"headrace_{name}", text, labels=["pool"])
             for pool, value in series.items():

@@ -203,11 +203,16 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Part of a message: text, or an image by the name of its asset. A policy that reads only text gets the ``text`` of
-    an image instead."""
+    an image instead.
+
+    ``control_tokens``: the text may contain control tokens of the model, such as ``<|im_end|>``. Set it only for a text
+    that you wrote yourself. Without it, they are encoded as text.
+    """
 
     type: Literal["text", "image"]
     text: str = ""
     asset: str = ""
+    control_tokens: bool = False
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -271,6 +276,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
     infos: list[dict[str, Any]] = []
     """The environment's info after reset, then after each turn: the part that is plain JSON, copied at that moment."""
+    control_tokens: int = 0
+    """Control tokens of the model that observations, histories and tools spelled; they were encoded as text."""
 
     def rows(self) -> Iterator[Segment]:
         """The rows: segments with ``train = true`` and at least one turn."""

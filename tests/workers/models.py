@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,25 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def make_model(folder: Path, template: str | None = CHATML, *, eos: str | None = "<|im_end|>", **config: Any) -> Path:
-    """Write a folder with a tokenizer and this template; ``config`` is its tokenizer_config.json."""
+def _with_marks(marks: Sequence[str]) -> str:
+    tokenizer = Tokenizer.from_str(_trained())
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in marks if mark.startswith("<|")])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks if not mark.startswith("<|")])
+    return tokenizer.to_str()
+
+
+def make_model(
+    folder: Path,
+    template: str | None = CHATML,
+    *,
+    eos: str | None = "<|im_end|>",
+    marks: Sequence[str] = (),
+    **config: Any,
+) -> Path:
+    """Write a folder with a tokenizer and this template; ``config`` is its tokenizer_config.json. ``marks``: added
+    tokens besides those of Qwen; those that begin with ``<|`` are special."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(_trained())
+    (folder / "tokenizer.json").write_text(_with_marks(marks) if marks else _trained())
     named = {"eos_token": eos} if eos is not None else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | config))
     if template is not None:

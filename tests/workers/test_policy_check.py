@@ -139,6 +139,33 @@ async def test_a_template_that_rewrites_turns_is_reported(tmp_path: Path) -> Non
     assert "two turns in two segments" in findings["turns"].detail
 
 
+async def test_a_template_that_drops_the_policys_answers_is_detected(tmp_path: Path) -> None:
+    drops = CHATML.replace("for m in messages", "for m in messages if m.role != 'assistant'")
+    findings = await findings_of(make_model(tmp_path, drops))
+    assert failed(findings)[0] == "roles"
+    assert "no message of role 'assistant': message-not-shown" in findings["roles"].detail
+
+
+async def test_a_template_that_reads_parts_passes_and_a_role_that_it_drops_is_named(tmp_path: Path) -> None:
+    content = "{%- for part in m.content %}{%- if part.type == 'text' %}{{ part.text }}{%- endif %}{%- endfor %}"
+    parts = CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'").replace(
+        "m.content + '<|im_end|>", "'' }}" + content + "{{ '<|im_end|>"
+    )
+    findings = await findings_of(make_model(tmp_path, parts))
+    assert failed(findings) == []
+    assert findings["roles"].detail.startswith("the prompt shows messages of user, assistant, system; not tool: ")
+
+
+async def test_control_tokens_of_a_message_are_text_and_the_servers_own_route_is_told_apart(tmp_path: Path) -> None:
+    findings = await findings_of(make_model(tmp_path))
+    detail = "a message that spells 2 control tokens adds none to the prompt"
+    assert findings["control tokens"].detail == detail
+    findings = await findings_of(make_model(tmp_path), wrong="forges")
+    assert (
+        findings["control tokens"].detail == f"{detail}; at the server's chat route it would (policy.protocol 'chat')"
+    )
+
+
 @pytest.fixture(scope="module")
 def tiny_policy() -> Iterator[str]:
     command = [sys.executable, "-m", "headrace_workers.tiny_policy", "--port", "0"]

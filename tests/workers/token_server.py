@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -122,7 +123,12 @@ class TokenServer:
         body = await request.json()
         if "messages" in body:
             messages = [Message(role=item["role"], content=item["content"]) for item in body["messages"]]
-            tokens = self.renderer.start(messages).new_ids
+            try:
+                tokens = self.renderer.start(messages).new_ids
+            except InfrastructureFailure as failure:
+                return _refusal(str(failure))
+            if self.wrong == "forges":
+                tokens = self.tokenizer.encode(self.tokenizer.decode(tokens))
         else:
             tokens = self.tokenizer.encode(body["prompt"])
         return web.json_response({"tokens": tokens})

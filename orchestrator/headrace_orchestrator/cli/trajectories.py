@@ -204,6 +204,9 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
     if trajectory.failure is not None:
         failure = trajectory.failure
         yield f"[red]{failure.layer}: {escape(failure.kind)}[/] {escape(failure.message)}"
+    if trajectory.control_tokens:
+        spelled = _count(trajectory.control_tokens, "control token")
+        yield f"[yellow]Texts of the environment spelled {spelled} of the model; they were encoded as text.[/]"
     sampled = _sampled_ids(trajectory)
     several = len({segment.agent for segment in trajectory.segments}) > 1
     for message in trajectory.messages:

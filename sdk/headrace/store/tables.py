@@ -75,7 +75,7 @@ def table_schema() -> pa.Schema:
         reward=real, version_min=text, version_max=text,
         tokenizer=struct(name=text, fingerprint=text, vocab_size=count),
         messages=pa.list_(struct(role=text, content=text, images=pa.list_(text), agent=text, turn=count)),
-        segments=pa.list_(segment), infos=text,
+        segments=pa.list_(segment), infos=text, control_tokens=count,
         assets=pa.list_(struct(name=text, media_type=text, size_bytes=count)),
         timing=struct(wall_s=real, working_s=real, policy_s=real, environment_s=real, waiting_s=real),
         provenance=struct(
@@ -109,6 +109,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "messages": [_message(message) for message in trajectory.messages],
         "segments": [_segment(segment) for segment in trajectory.segments],
         "infos": _json(trajectory.infos),
+        "control_tokens": trajectory.control_tokens,
         "assets": [_fields(asset, "name", "media_type", "size_bytes") for asset in trajectory.assets],
         "timing": _fields(trajectory.timing, "wall_s", "working_s", "policy_s", "environment_s", "waiting_s"),
         "provenance": {

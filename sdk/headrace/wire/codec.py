@@ -106,6 +106,7 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class _FullHead(TrajectoryHead, frozen=True, kw_only=True, omit_defaults=True):
     messages: list[Message] = []
     infos: list[dict[str, Any]] = []
+    control_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -188,6 +189,7 @@ def decode(buffer: Buffer) -> Trajectory:
         timing=head.timing,
         provenance=head.provenance,
         infos=head.infos,
+        control_tokens=head.control_tokens,
     )
 
 
@@ -242,6 +244,7 @@ def _full_head(trajectory: Trajectory) -> _FullHead:
         provenance=trajectory.provenance,
         messages=trajectory.messages,
         infos=trajectory.infos,
+        control_tokens=trajectory.control_tokens,
     )
 
 

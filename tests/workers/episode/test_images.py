@@ -62,6 +62,9 @@ class Twenty:
     def encode(self, text: str) -> list[int]:
         return [1]
 
+    def count_control_tokens(self, value: Message | Tools) -> int:
+        return 0
+
 
 class Album:
     """Environment that shows an image each turn, from ``shown``; ``edit`` replaces the history after turn 1."""
@@ -168,6 +171,7 @@ async def test_the_check_of_a_server_reports_the_tokens_of_an_image() -> None:
             decode=lambda ids: "",
             policies=policies,
             tolerance=0.1,
+            sampling_defaults={},
         )
         try:
             assert await turn_checks.image(target) == "an image of 64 × 64 pixels has 17 tokens"

@@ -22,6 +22,7 @@ from headrace_workers.episode.run_plan import make_plan
 from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies import Sample, one_version
 from headrace_workers.renderers import BytesRenderer, Renderer
+from headrace_workers.renderers.control_tokens import joined
 from headrace_workers.renderers.family_renderer import FamilyRenderer
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -210,7 +211,7 @@ def test_an_extended_prompt_is_the_templates_own_text_of_the_conversation(name: 
     for index in range(3):
         track.observe(Message(role="user", content=data.draw(TEXT)))
         asked = track.prompt()
-        assert tokenizer.decode(asked.token_ids) == asked.prompt.text
+        assert tokenizer.decode(asked.token_ids) == joined(asked.prompt.text)
         said = data.draw(SAYS)
         answer(track, asked, renderer, [*tokenizer.encode(said or "x"), *stops], index)
 

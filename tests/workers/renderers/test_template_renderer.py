@@ -147,3 +147,70 @@ def test_the_fingerprint_covers_vocabulary_template_and_options(tmp_path: Path) 
     (other / "tokenizer.json").write_text(vocabulary.replace('"<|im_start|>"', '"<|im_begin|>"'))
     spec = PolicySpec(renderer="template", tokenizer=str(other))
     assert make_renderer(spec).tokenizer.fingerprint != first
+
+
+PARTS_ONLY = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- for part in m.content %}{%- if part.type == 'image' %}<|image_pad|>{%- elif part.type == 'text' %}{{ part.text }}
+{%- endif %}{%- endfor %}{{ '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""Reads content as a list of parts, and shows nothing of a text."""
+
+
+def test_a_template_that_reads_parts_gets_parts(tmp_path: Path) -> None:
+    rendered = Rendered(tmp_path, PARTS_ONLY)
+    system = Message(role="system", content="Be brief.")
+    assert rendered.start(system, USER) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGrüße 🙂<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rendered.bridge("Four.<|im_end|>") == "\n<|im_start|>user\nAnd 東京?<|im_end|>\n<|im_start|>assistant\n"
+    conversation = [USER, AssistantTurn(rendered.tokenizer.encode("Four."), "Four."), NEXT]
+    assert "assistant\nFour.<|im_end|>" in rendered.tokenizer.decode(rendered.renderer.start(conversation).new_ids)
+
+
+def test_each_role_gets_the_content_that_the_template_reads_for_it(tmp_path: Path) -> None:
+    mixed = PARTS_ONLY.replace(
+        "{%- for part in m.content %}",
+        "{%- if m.role == 'assistant' %}{{ m.content + '' }}{%- else %}{%- for part in m.content %}",
+    ).replace("{%- endfor %}{{ '<|im_end|>", "{%- endfor %}{%- endif %}{{ '<|im_end|>")
+    rendered = Rendered(tmp_path, mixed)
+    assert rendered.bridge("Four.<|im_end|>") == "\n<|im_start|>user\nAnd 東京?<|im_end|>\n<|im_start|>assistant\n"
+
+
+DROPS = {
+    "tool": CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'"),
+    "assistant": CHATML.replace("for m in messages", "for m in messages if m.role != 'assistant'"),
+}
+
+
+@pytest.mark.parametrize("role", ["tool", "assistant"])
+def test_a_message_that_the_template_drops_is_a_failure_that_names_it(tmp_path: Path, role: str) -> None:
+    rendered = Rendered(tmp_path, DROPS[role])
+    reply = AssistantTurn(rendered.tokenizer.encode("Four."), "Four.")
+    last = Message(role="tool", content="It is four.") if role == "tool" else NEXT
+    with pytest.raises(InfrastructureFailure, match=f"of role '{role}'") as caught:
+        rendered.renderer.start([USER, reply, last])
+    assert (caught.value.kind, caught.value.retryable) == ("message-not-shown", False)
+
+
+def test_a_dropped_message_is_found_in_an_extension_and_at_a_later_place(tmp_path: Path) -> None:
+    rendered = Rendered(tmp_path / "tool", DROPS["tool"])
+    with pytest.raises(InfrastructureFailure, match="message 2 of the conversation"):
+        rendered.bridge("Four.<|im_end|>", Message(role="tool", content="It is four."))
+    second = CHATML.replace("for m in messages", "for m in messages if m.role != 'system' or m == messages[0]")
+    rendered = Rendered(tmp_path / "system", second)
+    rendered.start(Message(role="system", content="Be brief."), USER)
+    with pytest.raises(InfrastructureFailure, match="message 1 of the conversation"):
+        rendered.start(USER, Message(role="system", content="Be brief, I said."))
+
+
+def test_a_text_that_the_template_shows_in_another_form_is_shown(tmp_path: Path) -> None:
+    as_json = CHATML.replace("m.content +", "m.content | tojson +")
+    assert '"a\\"b"' in Rendered(tmp_path / "json", as_json).start(Message(role="tool", content='a"b'))
+    upper = CHATML.replace("m.content +", "m.content | upper +")
+    assert "GRÜSSE" in Rendered(tmp_path / "upper", upper).start(USER)
+
+
+def test_tools_and_texts_of_a_template_that_escapes_json_stay_as_they_are(tmp_path: Path) -> None:
+    ascii_only = CHATML.replace("m.content +", "m.content | tojson(ensure_ascii=true) +")
+    shown = Rendered(tmp_path, ascii_only).start(Message(role="user", content="é<|im_end|>"))
+    assert '"\\u00e9<|im_end|>"' in shown

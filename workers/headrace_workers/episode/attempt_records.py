@@ -42,6 +42,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     endpoints: list[str] = []
     environment_version: str = ""
+    control_tokens: int = 0
 
 
 @cache
@@ -77,6 +78,7 @@ def record_of(assignment: Assignment, outcome: AttemptOutcome, *, trajectory_id:
             sampling_seed=assignment.sampling_seed,
         ),
         infos=outcome.infos,
+        control_tokens=outcome.control_tokens,
     )
 
 

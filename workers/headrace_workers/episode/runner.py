@@ -37,6 +37,7 @@ from headrace_workers.episode.policy_logprobs import score_rows
 from headrace_workers.episode.run_plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
+from headrace_workers.renderers import Tools
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
@@ -70,6 +71,8 @@ class EpisodeTools:
     processes: EnvironmentProcesses = field(default_factory=EnvironmentProcesses)
     sampling_now: int = 0
     """Number of open policy requests."""
+    control_tokens: int = 0
+    """Control tokens that texts of environments spelled so far."""
 
 
 class _EpisodeOver(Exception):
@@ -116,6 +119,7 @@ class EpisodeRun:
         self.assets: dict[str, AssetData] = {}
         """The assets that the record refers to, by name."""
         self._assets_bytes = 0
+        self._control_tokens = 0
         self.cancel_reason = ""
         """Reason of a cancellation; set it before cancelling the task that runs the episode."""
 
@@ -173,6 +177,7 @@ class EpisodeRun:
             )
             tools = tools_of(answer.info, name, self._driver.agents)
             self._tracks[name] = AgentTrack(name, agent, sampling, plan.renderer, tools)
+            self._count_control_tokens(tools)
         self._add_observations(answer, over=False)
 
     def _check_agents(self) -> None:
@@ -264,6 +269,13 @@ class EpisodeRun:
             self._observe(name, observation, over)
         for name, history in answer.history.items():
             self._tracks[name].replace_history(history)
+            for message in history:
+                self._count_control_tokens(message)
+
+    def _count_control_tokens(self, value: Message | Tools) -> None:
+        count = self._plan.renderer.count_control_tokens(value)
+        self._control_tokens += count
+        self._tools.control_tokens += count
 
     def _add_asset(self, asset: AssetData) -> None:
         if asset.name in self.assets:
@@ -284,6 +296,7 @@ class EpisodeRun:
         message = Message(role="user", content=observation, agent=name)
         self._messages.append(message)
         self._tracks[name].observe(message)
+        self._count_control_tokens(message)
 
     # One sample
 
@@ -440,6 +453,7 @@ class EpisodeRun:
             ),
             endpoints=list(self._servers),
             environment_version=driver.version,
+            control_tokens=self._control_tokens,
         )
 
     def _end_turns(self, end: _EpisodeOver) -> None:

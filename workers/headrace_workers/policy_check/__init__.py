@@ -17,6 +17,8 @@ CHECKS = (
     PolicyCheck("model", server_checks.model, vital=True),
     PolicyCheck("renderer", renderer_checks.renderer),
     PolicyCheck("vocabulary", renderer_checks.vocabulary),
+    PolicyCheck("roles", renderer_checks.roles),
+    PolicyCheck("control tokens", renderer_checks.control_tokens),
     PolicyCheck("template", renderer_checks.template),
     PolicyCheck("text", renderer_checks.text),
     PolicyCheck("ids", sample_checks.ids, vital=True),

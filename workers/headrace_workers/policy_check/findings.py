@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from headrace.errors import EpisodeFailure
+
 CheckStatus = Literal["PASS", "FAIL", "SKIPPED"]
 
 S = TypeVar("S")
@@ -65,3 +67,5 @@ async def _run_check(check: PolicyCheck, subject: S) -> CheckFinding:
         return CheckFinding(check.name, "SKIPPED", str(skipped))
     except CheckFailed as failed:
         return CheckFinding(check.name, "FAIL", failed.detail, failed.remedy)
+    except EpisodeFailure as failure:  # the renderer refuses a conversation of the check
+        return CheckFinding(check.name, "FAIL", f"{failure.kind}: {failure.detail}", failure.hint)

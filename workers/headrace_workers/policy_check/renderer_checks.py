@@ -1,6 +1,8 @@
 """Checks of renderer and tokenizer against the server's own.
 
 * A tokenizer of another model fails ``vocabulary``, another template ``template``.
+* A template that drops what the environment or the policy says fails ``roles``.
+* A text that spells a control token stays text, or ``control tokens`` fails.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from headrace.wire import policy_server
 from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
 from headrace_workers.policy_check.requests import DetokenizeResponse, TokenizeResponse
 from headrace_workers.policy_check.target import ABSENT, IDS, MISMATCH, MORE, QUESTION, CheckTarget, cut
+from headrace_workers.renderers import AssistantTurn, ConversationItem
 
 AWKWARD = (
     "plain",
@@ -27,6 +30,8 @@ AWKWARD = (
     "\u0000\u001f control",
 )
 """Texts that different tokenizers encode differently."""
+
+TEMPLATE = "Use a chat template that shows every message, or the renderer of the model's family."
 
 
 async def renderer(subject: CheckTarget) -> str:
@@ -75,6 +80,58 @@ async def _accepts(subject: CheckTarget, id_: int) -> bool:
     if answer.status not in (200, 400, 422):
         raise CheckFailed(f"{policy_server.COMPLETIONS} answers {answer.summary}", IDS)
     return answer.status == 200
+
+
+async def roles(subject: CheckTarget) -> str:
+    """Check that the template shows the messages of user and assistant; report those of system and tool."""
+    reply = AssistantTurn(subject.encode("One."), "One.")
+    refusals = {
+        "user": _refusal(subject, QUESTION),
+        "assistant": _refusal(subject, QUESTION, reply, MORE),
+        "system": _refusal(subject, Message(role="system", content="Be brief."), QUESTION),
+        "tool": _refusal(subject, QUESTION, reply, Message(role="tool", content="Two.")),
+    }
+    for role in ("user", "assistant"):
+        if refusal := refusals[role]:
+            raise CheckFailed(f"no message of role {role!r}: {refusal}", TEMPLATE)
+    shown = ", ".join(role for role, refusal in refusals.items() if not refusal)
+    others = "; ".join(f"not {role}: {refusal}" for role, refusal in refusals.items() if refusal)
+    return f"the prompt shows messages of {shown}" + (f"; {others}" if others else "")
+
+
+def _refusal(subject: CheckTarget, *conversation: ConversationItem) -> str:
+    """The reason for which the renderer refuses a conversation; empty if it does not."""
+    try:
+        subject.renderer.start(conversation)
+    except EpisodeFailure as failure:
+        return f"{failure.kind}: {failure.detail}"
+    return ""
+
+
+async def control_tokens(subject: CheckTarget) -> str:
+    """Check that the text of a whole prompt, in a message, adds no control token to the prompt."""
+    plain = subject.prompt
+    spelling = Message(role="user", content=subject.decode(plain))
+    control = {id_ for id_ in plain if _spells_control_token(subject, id_)}
+    added = _count(subject.renderer.start([spelling]).new_ids, control) - _count(plain, control)
+    if added:
+        raise CheckFailed(
+            f"a message with the text of a prompt adds {added} control tokens to its prompt",
+            "The tokenizer's files do not name its control tokens: add them to added_tokens in tokenizer.json.",
+        )
+    answer = await subject.server.post("/tokenize", messages=[{"role": "user", "content": spelling.content}])
+    theirs = answer.read(TokenizeResponse).tokens if answer.status == 200 else []
+    forged = theirs and _count(theirs, control) > _count(plain, control)
+    note = "; at the server's chat route it would (policy.protocol 'chat')" if forged else ""
+    return f"a message that spells {len(control)} control tokens adds none to the prompt{note}"
+
+
+def _spells_control_token(subject: CheckTarget, id_: int) -> bool:
+    return subject.renderer.count_control_tokens(Message(role="user", content=subject.decode([id_]))) > 0
+
+
+def _count(ids: list[int], control: set[int]) -> int:
+    return sum(id_ in control for id_ in ids)
 
 
 async def template(subject: CheckTarget) -> str:

@@ -5,6 +5,7 @@
 * Sampled tokens are never encoded again within their segment; the text decoded from them is only for reading.
 * If a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
 * A text-only renderer shows an image's substitute text, and refuses an image without one.
+* Text from outside never becomes a control token, unless its part says ``control_tokens``.
 """
 
 from __future__ import annotations
@@ -97,6 +98,10 @@ class Renderer(Protocol):
         reading and are never used in training."""
         ...
 
+    def count_control_tokens(self, value: Message | Tools) -> int:
+        """Count the control tokens that a message or tools spell, and that are encoded as text."""
+        ...
+
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
         """Parse a sampled turn into an action. ``text`` is the part of its text that the environment receives."""
         ...
@@ -107,10 +112,12 @@ def text_of(message: Message) -> str:
     InfrastructureFailure ``image-without-text``."""
     if isinstance(message.content, str):
         return message.content
-    return "".join(map(_part_text, message.content))
+    return "".join(map(part_text, message.content))
 
 
-def _part_text(part: ContentPart) -> str:
+def part_text(part: ContentPart) -> str:
+    """Return the text of a part, that is the substitute text of an image. Raises InfrastructureFailure
+    ``image-without-text``."""
     if part.type == "image" and not part.text:
         raise InfrastructureFailure(
             "The environment shows an image, but the run's renderer supports text only.",

@@ -62,6 +62,9 @@ class BytesRenderer:
     def encode(self, text: str) -> list[int]:
         return [*text.encode(), END]
 
+    def count_control_tokens(self, value: Message | Tools) -> int:
+        return 0  # marks have ids of their own, which no text spells
+
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
         return parse_action(text)
 

@@ -19,6 +19,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import InfrastructureFailure
+from headrace_workers.renderers.control_tokens import SEPARATOR
+
+_ESCAPED_SEPARATOR = json.dumps(SEPARATOR).strip('"')
 
 TemplateMessage = Mapping[str, Any]
 """A message in the form that templates read: ``role``, ``content``, and optional further keys."""
@@ -105,7 +108,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Filter ``tojson`` without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(_ESCAPED_SEPARATOR, SEPARATOR) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

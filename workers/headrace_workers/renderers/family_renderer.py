@@ -4,6 +4,7 @@
 * The family's own bridge is used; without one, a full rendering if it begins with the current segment.
 * The package's results are checked: a bridge that changes the current segment is not an extension.
 * A sampled turn that cannot be parsed and rendered again without loss is plain text in a new segment.
+* Text from outside is separated (see ``control_tokens``) before the family sees it, and so is a parsed turn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools, text_of
+from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools
+from headrace_workers.renderers.control_tokens import ControlTokens
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
 from headrace_workers.renderers.tool_calls import read_call
 
@@ -33,24 +35,31 @@ class FamilyRenderer:
         """Raises InfrastructureFailure ``renderer-does-not-fit`` or ``missing-extra``."""
         options = dict(options or {})
         self._tokenizer = tokenizer
-        self._renderer = _make_family_renderer(family, tokenizer, options)
+        self._encoder = _FamilyTokenizer(tokenizer)
+        self._renderer = _make_family_renderer(family, self._encoder, options)
         self.tokenizer = Tokenizer(
             name=tokenizer.name_or_path,
             fingerprint=tokenizer.fingerprint(family, version("renderers"), options),
             vocab_size=tokenizer.vocab_size,
         )
         self.stop_token_ids: Sequence[int] = tuple(self._renderer.get_stop_token_ids())
-        self._generation_prompt = self._render([_USER], (), generation_prompt=True)[
-            len(self._render([_USER], (), generation_prompt=False)) :
+        self._generation_prompt = self._render([_USER], None, generation_prompt=True)[
+            len(self._render([_USER], None, generation_prompt=False)) :
         ]
+        self._control_tokens = ControlTokens(tokenizer, *self._probe_family())
+        self._encoder.control_tokens = self._control_tokens
 
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
-        return Prompt(self._render([self._to_message(item) for item in conversation], tools, generation_prompt=True))
+        messages = [self._to_message(item) for item in conversation]
+        return Prompt(self._render(messages, self._schemas(tools), generation_prompt=True))
 
     def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         tokens, start = list(segment.token_ids), segment.turn_start
         bridged = self._renderer.bridge_to_next_turn(
-            tokens[:start], tokens[start:], [_message(item) for item in new_messages], tools=_schemas(segment.tools)
+            tokens[:start],
+            tokens[start:],
+            [self._message(item) for item in new_messages],
+            tools=self._schemas(segment.tools),
         )
         ids = list(bridged.token_ids) if bridged is not None else []
         if ids[: len(tokens)] != tokens:
@@ -62,7 +71,10 @@ class FamilyRenderer:
         return self._tokenizer.decode(sampled_ids[:-1] if has_end else sampled_ids)
 
     def encode(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
+        return [*self._control_tokens.encode(self._control_tokens.separate_action(text)), *self.stop_token_ids[:1]]
+
+    def count_control_tokens(self, value: Message | Tools) -> int:
+        return self._control_tokens.count(value)
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
         # Text cut at a stop string is encoded again only for parsing; these ids are not stored.
@@ -71,11 +83,11 @@ class FamilyRenderer:
         calls = [_to_call(call) for call in parsed.tool_calls]
         return Action(text, content=parsed.content, reasoning=parsed.reasoning_content or "", calls=calls)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, generation_prompt: bool
+    ) -> list[int]:
         try:
-            return list(
-                self._renderer.render_ids(messages, tools=_schemas(tools), add_generation_prompt=generation_prompt)
-            )
+            return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=generation_prompt))
         except Exception as error:  # a family can raise any error
             roles = ", ".join(str(message["role"]) for message in messages[:8])
             raise InfrastructureFailure(
@@ -85,31 +97,76 @@ class FamilyRenderer:
                 retryable=False,
             ) from error
 
+    def _probe_family(self) -> tuple[list[int], list[int]]:
+        """The ids of a plain conversation, and those of one with tools; none if the family refuses it."""
+        turns = [_SYSTEM, _USER, {"role": "assistant", "content": "a"}, _USER]
+        calls = [_call_object(0, "f", {"a": "b"})]
+        acts = {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": calls}
+        answer = {"role": "tool", "content": "b", "tool_call_id": calls[0]["id"], "name": "f"}
+        schema = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+        plain, with_tools = (
+            self._probe(turns),
+            self._probe([_USER, acts, answer], [{"type": "function", "function": schema}]),
+        )
+        return plain or self._probe(turns[1:]), with_tools
+
+    def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        try:
+            return self._render(messages, tools, generation_prompt=True)
+        except InfrastructureFailure:
+            return []
+
     def _to_message(self, item: ConversationItem) -> dict[str, Any]:
-        return self._turn_message(item) if isinstance(item, AssistantTurn) else _message(item)
+        return self._turn_message(item) if isinstance(item, AssistantTurn) else self._message(item)
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        return {"role": message.role, "content": self._control_tokens.separate_text(message)}
 
     def _turn_message(self, reply: AssistantTurn) -> dict[str, Any]:
+        separate = self._control_tokens.separate_json
         parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
         if any(call.status != "ok" for call in parsed.tool_calls):
-            return {"role": "assistant", "content": reply.text}
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+            has_end = reply.token_ids[-1] in self.stop_token_ids
+            ids = reply.token_ids[:-1] if has_end else reply.token_ids
+            return {"role": "assistant", "content": self._control_tokens.separate_turn(ids, reply.text)}
+        message: dict[str, Any] = {"role": "assistant", "content": separate(parsed.content)}
         if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
+            message["reasoning_content"] = separate(parsed.reasoning_content)
         if parsed.tool_calls:
-            message["tool_calls"] = [_call_object(number, call) for number, call in enumerate(parsed.tool_calls)]
+            message["tool_calls"] = [
+                _call_object(number, separate(call.name), separate(call.arguments), call.id)
+                for number, call in enumerate(parsed.tool_calls)
+            ]
         return message
 
+    def _schemas(self, tools: Tools) -> list[dict[str, Any]] | None:
+        return [self._control_tokens.separate_json(tool) for tool in tools] or None
 
+
+class _FamilyTokenizer:
+    """The tokenizer that the package uses. It encodes separated texts."""
+
+    def __init__(self, tokenizer: FolderTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.control_tokens: ControlTokens | None = None
+        self.name_or_path = tokenizer.name_or_path
+        self.unk_token_id = tokenizer.unk_token_id
+        self.eos_token_id = tokenizer.eos_token_id
+        self.decode = tokenizer.decode
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        if self.control_tokens is None or add_special_tokens:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return self.control_tokens.encode(text)
+
+
+_SYSTEM = {"role": "system", "content": "s"}
 _USER = {"role": "user", "content": "u"}
 
 
-def _message(message: Message) -> dict[str, Any]:
-    return {"role": message.role, "content": text_of(message)}
-
-
-def _call_object(number: int, call: Any) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"type": "function", "id": call.id or f"call_{number}", "function": function}
+def _call_object(number: int, name: str, arguments: Any, id_: str | None = None) -> dict[str, Any]:
+    return {"type": "function", "id": id_ or f"call_{number}", "function": {"name": name, "arguments": arguments}}
 
 
 def _to_call(call: Any) -> Call:
@@ -118,11 +175,7 @@ def _to_call(call: Any) -> Call:
     return read_call(call.raw, {"name": call.name, "arguments": call.arguments})
 
 
-def _schemas(tools: Tools) -> list[dict[str, Any]] | None:
-    return [dict(tool) for tool in tools] or None
-
-
-def _make_family_renderer(family: str, tokenizer: FolderTokenizer, options: dict[str, Any]) -> Any:
+def _make_family_renderer(family: str, tokenizer: _FamilyTokenizer, options: dict[str, Any]) -> Any:
     try:
         from renderers import base, configs
     except ImportError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +84,11 @@ class FolderTokenizer:
             name: generation_config[name] for name in SAMPLING_DEFAULTS if generation_config.get(name) is not None
         }
         """Sampling parameters of the model's files, which servers use for requests without them."""
-        self.added_tokens = {
-            token.content: id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.content
-        }
+        self._added = {id_: token for id_, token in self._backend.get_added_tokens_decoder().items() if token.content}
+        self.added_tokens = {token.content: id_ for id_, token in self._added.items()}
         """Ids of the tokens that an encoding never splits."""
+        self.special_ids = frozenset(id_ for id_, token in self._added.items() if token.special)
+        """Ids of the added tokens that the tokenizer marks as special."""
 
     @property
     def image_token_id(self) -> int | None:
@@ -98,6 +99,35 @@ class FolderTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encode a text; special tokens written in it become their ids, as in a template's text."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text; return the ids, and for each the positions of its characters in the text."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
+    def text_encoder(self, excluded: Collection[int], anchor: str) -> Callable[[str], list[int]]:
+        """Make an encoder to which the added tokens ``excluded`` are ordinary text. At the start of a text, ``anchor``
+        is one token, with an arbitrary id."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Backend
+
+        encoder = Backend(self._backend.model)
+        if self._backend.normalizer is not None:
+            encoder.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            encoder.pre_tokenizer = self._backend.pre_tokenizer
+        kept = {id_: token for id_, token in self._added.items() if id_ not in excluded}
+        encoder.add_tokens(list(kept.values()))
+        encoder.add_special_tokens([AddedToken(anchor, normalized=False)])
+        ids = {encoder.token_to_id(token.content): id_ for id_, token in kept.items()}
+        return lambda text: [ids.get(id_, id_) for id_ in encoder.encode(text, add_special_tokens=False).ids]
+
+    def normalizer_of(self, token_ids: Iterable[int]) -> Callable[[str], str] | None:
+        """The normalization of a text before some of these added tokens are found in it; None if there is none."""
+        normalizer = self._backend.normalizer
+        if normalizer is None or not any(self._added[id_].normalized for id_ in token_ids):
+            return None
+        return lambda text: str(normalizer.normalize_str(text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         """Decode ids to text. Invalid UTF-8 becomes U+FFFD; ids without a text are skipped."""

@@ -259,6 +259,7 @@ class Worker:
                 "environment_waiting": float(self._tools.threads.running),
                 "environment_abandoned": float(self._tools.threads.abandoned),
                 "environment_hanging": float(self._tools.threads.hanging),
+                "control_tokens": float(self._tools.control_tokens),
                 **self._tools.policies.stats(),
             },
         )

@@ -91,7 +91,8 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     holding: list[AttemptKey] = []
     stats: dict[str, float] = {}
     """Gauges of the worker: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; and
-    counters since its start for each policy server, ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``."""
+    counters since its start: ``control_tokens`` that texts of environments spelled, and for each policy server
+    ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
