@@ -289,13 +289,17 @@ class WeightsDamaged(InvalidWeights):
 
 
 class WeightsDoNotFit(InvalidWeights):
+    """The message lists the tensors."""
+
     code = "weights-do-not-fit"
     title = "Tensors or shapes of the weights differ from the served model's"
 
 
 class AdapterDoesNotFit(InvalidWeights):
+    """An engine would ignore the tensors, and sample from the base model. The message lists them."""
+
     code = "adapter-does-not-fit"
-    title = "The rank of the adapter differs from the served one's"
+    title = "Tensors or shapes of the adapter fit no module of the served model"
 
 
 class InvalidTrajectory(RequestError):

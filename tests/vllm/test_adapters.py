@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from examples.tiny_model import write_adapter
+from examples.tiny_model import read, write, write_adapter
 from examples.vllm_server import NAME
 from headrace.trajectory import Sampling
 from headrace.wire import messages
@@ -94,7 +95,7 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
             await deployment.announce(3, messages.Weights(path=str(folders["big"]), kind="adapter"))
             await deployment.until_said("rank")
             await deployment.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
-            await deployment.until_said("No adapter found")
+            await deployment.until_said("nowhere: the folder does not exist here")
             assert version_of(await sample(policy, 9, 16)) == "0.2"
             await api.ask("POST", "/v1/runs/run/close")
             await deployment.until(lambda found: not found)
@@ -102,3 +103,55 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
             await policies.close()
         _, listed = await vllm.get("/v1/models")
         assert [card["id"] for card in listed["data"]] == [NAME]
+
+
+@pytest.mark.parametrize(("layers", "count"), [("layers", 8), ("layers.1", 4)])
+async def test_an_adapter_whose_tensors_fit_no_module_is_refused_with_their_names(
+    vllm: Vllm, tmp_path: Path, layers: str, count: int
+) -> None:
+    folder = tmp_path / "adapter"
+    write_adapter(folder, vllm.model)
+    assert await vllm.call("headrace_check_adapter", str(folder)) == {"tensors": 8}
+    tensors = read(folder / "adapter_model.safetensors")
+    moved = {name.replace(f"model.{layers}", f"model.model.{layers}"): tensor for name, tensor in tensors.items()}
+    write(folder / "adapter_model.safetensors", moved)
+    refused = await vllm.call("headrace_check_adapter", str(folder))
+    assert refused["kind"] == "adapter-does-not-fit"
+    assert all(name in refused["refused"] for name in moved if name not in tensors)
+    assert refused["refused"].count("belongs to no module") == count
+
+
+async def test_turns_stay_on_the_version_before_an_adapter_that_does_not_fit_and_zeros_are_served(
+    vllm: Vllm, torch_logprobs: TorchLogprobs, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in ("v1", "wide", "zeros")}
+    for folder in folders.values():
+        write_adapter(folder, vllm.model, seed=1)
+    tensors = read(folders["wide"] / "adapter_model.safetensors")
+    write(
+        folders["wide"] / "adapter_model.safetensors",
+        {name: np.pad(tensor, ((0, 0), (0, 2))) if "lora_A" in name else tensor for name, tensor in tensors.items()},
+    )
+    write(folders["zeros"] / "adapter_model.safetensors", {name: 0 * tensor for name, tensor in tensors.items()})
+
+    async with orchestrator(tmp_path / "data") as api:
+        deployment = Deployment("", api, tmp_path, [vllm.address])
+        await deployment.create_run(policy={"model": NAME, "adapter": "math"})
+        await deployment.announce(1, messages.Weights(path=str(folders["v1"]), kind="adapter"))
+        await deployment.until_served(1)
+        await deployment.announce(2, messages.Weights(path=str(folders["wide"]), kind="adapter"))
+        reason = await deployment.until_said("are for a weight of shape")
+        assert (reason.code, reason.facts["kind"]) == ("adapters", "adapter-does-not-fit")
+        (server,) = (await deployment.servers()).servers
+        assert (server.state, server.version) == ("serving", "0.1")
+        await deployment.announce(3, messages.Weights(path=str(folders["zeros"]), kind="adapter"))
+        await deployment.until_served(3)
+        policies = ServedPolicies(default_endpoints=[], clock=time.monotonic)
+        try:
+            made = await sample(policies.at([vllm.address]), 1, 8, model="run/math@0.3", frozen=True)
+        finally:
+            await policies.close()
+        base = torch_logprobs(vllm.model, [*PROMPT, *made.token_ids])[len(PROMPT) - 1 :]
+        assert max(abs(said - true) for said, true in zip(made.logprobs, base, strict=True)) < 1e-3
+        await api.ask("POST", "/v1/runs/run/close")
+        await deployment.until(lambda found: not found)

@@ -21,7 +21,7 @@ from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
 from headrace.wire.messages import Reason
 from headrace.wire.policy_server import adapter_server_name
-from headrace_orchestrator.policy_servers.server_state import retry_delay_s
+from headrace_orchestrator.policy_servers.server_state import CallProblem, retry_delay_s
 
 BASE = Version(0, 0)
 """The version of a run's trained adapter before its first load: the base model alone."""
@@ -41,7 +41,7 @@ class _AdapterServer:
     #: Folders of its adapters by name; None if unknown.
     loaded: dict[str, str] | None = None
     call_pending: bool = False
-    problem: str = ""
+    problem: CallProblem | None = None
     failures: int = 0
     retry_at: float = 0.0
 
@@ -106,15 +106,15 @@ class Adapters:
             server.loaded = None if loaded is None else dict(loaded)
             self._update_served()
 
-    def take_result(self, call: AdapterCall, problem: str, now: float) -> None:
-        """Take the result of a call; ``problem`` is empty on success."""
+    def take_result(self, call: AdapterCall, problem: CallProblem | None, now: float) -> None:
+        """Take the result of a call; ``problem`` is None on success."""
         server = self._servers.get(call.address)
         if server is None:
             return
         server.call_pending = False
         self.revision += server.problem != problem
         server.problem = problem
-        if problem:
+        if problem is not None:
             server.retry_at = now + retry_delay_s(server.failures)
             server.failures += 1
             return
@@ -197,7 +197,7 @@ class Adapters:
 
     def due(self) -> float | None:
         """The time of the next attempt at a failed call; None without one."""
-        return min((server.retry_at for server in self._servers.values() if server.problem), default=None)
+        return min((server.retry_at for server in self._servers.values() if server.problem is not None), default=None)
 
     # Status ---------------------------------------------------------------------------------------------------
 
@@ -212,8 +212,8 @@ class Adapters:
         missing = [name for name in self._needed() if name not in loaded]
         if not missing:
             return ""
-        problem = self._servers[address].problem if address in self._servers else ""
-        return f"it does not have adapter {missing[0]} yet{f': {problem}' if problem else ''}"
+        problem = self._servers[address].problem if address in self._servers else None
+        return f"it does not have adapter {missing[0]} yet{f': {problem.message}' if problem is not None else ''}"
 
     def _loaded_at(self, address: str) -> Mapping[str, str]:
         server = self._servers.get(address)
@@ -229,11 +229,11 @@ class Adapters:
         reasons = [
             Reason(
                 code="adapters",
-                message=f"{address} could not take an adapter: {server.problem}",
-                facts={"server": address},
+                message=f"{address} could not take an adapter: {server.problem.message}",
+                facts={"server": address, "kind": server.problem.kind},
             )
             for address, server in self._servers.items()
-            if server.problem
+            if server.problem is not None
         ]
         mandatory = self._mandatory()
         if self._limit is not None and len(mandatory) > max(self._limit, 2 if self._versions else 0):

@@ -20,6 +20,7 @@ from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
 from headrace.wire.policy_server import (
     CHECK,
+    CHECK_ADAPTER,
     HEALTH,
     IS_PAUSED,
     LOAD,
@@ -69,6 +70,10 @@ MAX_RESPONSE_BYTES = 16 << 20
 
 QUOTED_CHARACTERS = 300
 """Number of characters of a response that a message quotes."""
+
+
+class NotChecked(Exception):
+    """Raised for a server that cannot check an adapter's files."""
 
 
 class PolicyServerCalls:
@@ -168,6 +173,19 @@ class PolicyServerCalls:
             return None
         return {} if models is None else {card.id: card.root or "" for card in models.data if card.parent is not None}
 
+    async def check_adapter(self, address: str, path: str) -> CallProblem | None:
+        """Ask a server whether an adapter's files fit its model; returns the problem, if any. Raises NotChecked."""
+        try:
+            async with timeout(ADAPTER_TIMEOUT_S):
+                body = await self._ask("POST", address, RPC, RpcRequest(method=CHECK_ADAPTER, args=[path]))
+        except TimeoutError:
+            return CallProblem("timeout", f"it did not answer within {ADAPTER_TIMEOUT_S:g} s", untouched=True)
+        except PolicyFailure as failure:
+            if failure.kind in ("server-error", "request-refused"):
+                raise NotChecked(failure.detail) from failure
+            return CallProblem(failure.kind, failure.detail, untouched=True)
+        return _problem_in(_decoded(body or b"", RPC, RpcResponse).results)
+
     async def change_adapter(self, address: str, kind: Literal["load", "unload"], name: str, path: str) -> str:
         """Load or unload an adapter; returns the problem, if any."""
         route = LOAD_ADAPTER if kind == "load" else UNLOAD_ADAPTER
@@ -245,7 +263,8 @@ def _problem_in(results: list[LoadResult]) -> CallProblem | None:
             "weights-mixed", f"its weights are a mixture of the old and the new ones: {(mixed or refused)[0]}"
         )
     if refused:
-        return CallProblem("weights-refused", refused[0], untouched=True)
+        kind = next((result.kind for result in results if result.kind), "weights-refused")
+        return CallProblem(kind, refused[0], untouched=True)
     return None if results else CallProblem("unreadable-response", f"{RPC} returned no result")
 
 

@@ -6,21 +6,26 @@
   exist, is incomplete or truncated, or has other names or shapes is refused with the reason.
 * `headrace_load` checks again, then loads in place. Tied embeddings are updated too, also on CPUs, where vLLM's own
   reload keeps the packed copy of the old ones.
+* `headrace_check_adapter` checks that an adapter's tensors fit the modules that take adapters. vLLM itself ignores
+  tensors of other names, and would sample from the base model.
 * A load that fails half-way leaves mixed weights and reports it as `mixed`; a later load can repair them.
 * The caller must pause running requests and clear caches during a load: `POST /pause` does both.
 
-Both are called with `POST /collective_rpc {"method": …, "args": [folder]}` and return one dict for each worker:
-`{"tensors": n, "bytes": n}`, `{"refused": "why"}` or `{"mixed": "why"}`. The module needs only vLLM.
+All are called with `POST /collective_rpc {"method": …, "args": [folder]}` and return one dict for each worker:
+`{"tensors": n, "bytes": n}`, `{"refused": "why", "kind": code}` or `{"mixed": "why"}`. The module needs only vLLM.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from headrace.adapter_tensors import listed, module_of, require_adapter_fits
+from headrace.weight_files import TensorType, WeightFilesError, read_header, weight_paths
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +36,8 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that are interchangeable: a learner may train in another precision than it serves."""
 
 
-class CheckpointError(ValueError):
-    """The checkpoint in a folder cannot be loaded; the message says why."""
-
-
-class TensorType(NamedTuple):
-    """Element type and shape of a tensor, as safetensors writes them."""
-
-    type: str
-    shape: list[int]
-
-
 class Checkpoint(ExitStack):
-    """The open safetensors files of a folder: file and type of each tensor, by name. Raises CheckpointError."""
+    """The open safetensors files of a folder: file and type of each tensor, by name. Raises WeightFilesError."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -63,43 +57,39 @@ class Checkpoint(ExitStack):
     def _open(self, folder: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(
-                f"{folder}: {'it has no *.safetensors' if folder.is_dir() else 'the folder does not exist here'}"
-            )
-        for path in paths:
+        for path in weight_paths(folder, "full"):
             try:
                 file = self.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} is not a complete safetensors file, or is still being written: {error}"
+                raise WeightFilesError(
+                    "weights-damaged", f"{path} is not a complete safetensors file, or is still being written: {error}"
                 ) from None
             self.size_bytes += os.stat(path).st_size
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 if name in self.files:
-                    raise CheckpointError(f"{path}: {name} is also in another file of the folder")
+                    raise WeightFilesError("weights-damaged", f"{path}: {name} is also in another file of the folder")
                 self.files[name] = file
                 entry = file.get_slice(name)
                 self.kinds[name] = TensorType(entry.get_dtype(), entry.get_shape())
 
 
 def compare(checkpoint: dict[str, TensorType], expected: dict[str, TensorType], *, tied: bool) -> None:
-    """Raise CheckpointError unless names, shapes and types match the checkpoint that the server was started with.
+    """Raise WeightFilesError ``weights-do-not-fit`` unless names, shapes and types match the checkpoint that the server
+    was started with. The message lists what differs.
 
     With tied embeddings a checkpoint may include or omit the output layer's copy.
     """
     spare = {HEAD} if tied else set()
-    if missing := sorted(expected.keys() - checkpoint.keys() - spare):
-        raise CheckpointError(f"{len(missing)} tensors are missing, such as {missing[0]}")
-    if unknown := sorted(checkpoint.keys() - expected.keys() - spare):
-        raise CheckpointError(f"{len(unknown)} tensors are not in the model, such as {unknown[0]}")
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - checkpoint.keys() - spare)]
+    problems += [f"{name} is not in the model" for name in sorted(checkpoint.keys() - expected.keys() - spare)]
     for name in sorted(checkpoint.keys() & expected.keys()):
         kind, own = checkpoint[name], expected[name]
         if kind.shape != own.shape:
-            raise CheckpointError(f"{name} has shape {kind.shape}, in the model {own.shape}")
-        if kind.type != own.type and not {kind.type, own.type} <= FLOATS:
-            raise CheckpointError(f"{name} has type {kind.type}, in the model {own.type}")
+            problems.append(f"{name} has shape {kind.shape}, in the model {own.shape}")
+        elif kind.type != own.type and not {kind.type, own.type} <= FLOATS:
+            problems.append(f"{name} has type {kind.type}, in the model {own.type}")
+    if problems:
+        raise WeightFilesError("weights-do-not-fit", listed(problems))
 
 
 class WorkerExtension:
@@ -112,15 +102,29 @@ class WorkerExtension:
         try:
             with self.headrace_open(folder) as checkpoint:
                 return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
-        except CheckpointError as error:
-            return {"refused": str(error)}
+        except WeightFilesError as error:
+            return {"refused": str(error), "kind": error.kind}
+
+    def headrace_check_adapter(self: Any, folder: str) -> dict[str, Any]:
+        """Check that the tensors of an adapter fit this model. `folder`: a path on this machine."""
+        try:
+            tensors = _adapter_tensors(folder)
+            shapes = {
+                name.removesuffix(".weight"): kind.shape
+                for name, kind in self.headrace_base_kinds().items()
+                if kind.type in FLOATS  # a quantized weight has another shape
+            }
+            require_adapter_fits(folder, tensors, self.headrace_known_modules(shapes), shapes)
+        except WeightFilesError as error:
+            return {"refused": str(error), "kind": error.kind}
+        return {"tensors": len(tensors)}
 
     def headrace_load(self: Any, folder: str) -> dict[str, Any]:
         """Replace the model's weights in place, or refuse and leave them unchanged."""
         try:
             checkpoint = self.headrace_open(folder)
-        except CheckpointError as error:
-            return {"refused": str(error)}
+        except WeightFilesError as error:
+            return {"refused": str(error), "kind": error.kind}
         with checkpoint:
             try:
                 self.reload_weights(weights_iterator=checkpoint.tensors())
@@ -133,18 +137,51 @@ class WorkerExtension:
             return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
 
     def headrace_open(self: Any, folder: str) -> Checkpoint:
-        """Open a folder and check that it matches the model. Raises CheckpointError."""
-        if not hasattr(self, "headrace_kinds"):  # only once: that folder may be deleted later
-            with Checkpoint(_local(self.model_config)) as started_with:
-                self.headrace_kinds = started_with.kinds
+        """Open a folder and check that it matches the model. Raises WeightFilesError."""
+        expected = self.headrace_base_kinds()
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         checkpoint = Checkpoint(folder)
         try:
-            compare(checkpoint.kinds, self.headrace_kinds, tied=tied)
-        except CheckpointError as error:
+            compare(checkpoint.kinds, expected, tied=tied)
+        except WeightFilesError as error:
             checkpoint.close()
-            raise CheckpointError(f"{folder}: {error}") from None
+            raise WeightFilesError(error.kind, f"{folder}: {error}") from None
         return checkpoint
+
+    def headrace_base_kinds(self: Any) -> dict[str, TensorType]:
+        """The tensors of the checkpoint that the server was started with."""
+        if not hasattr(self, "headrace_kinds"):  # only once: that folder may be deleted later
+            with Checkpoint(_local(self.model_config)) as started_with:
+                self.headrace_kinds = started_with.kinds
+        kinds: dict[str, TensorType] = self.headrace_kinds
+        return kinds
+
+    def headrace_known_modules(self: Any, base: Container[str]) -> Callable[[str], bool]:
+        """A function that returns True for a tensor whose module takes an adapter in this engine. `base`: the modules
+        of the whole model."""
+        from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
+
+        worker_manager = getattr(self.model_runner, "lora_manager", None)
+        if worker_manager is None:
+            raise WeightFilesError("adapter-does-not-fit", "the server was started without --enable-lora")
+        manager = worker_manager._adapter_manager
+        modules = {*manager.modules, *(name for names in manager.packed_modules.values() for name in names)}
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        in_parts = self.vllm_config.parallel_config.pipeline_parallel_size > 1
+
+        def known(tensor: str) -> bool:
+            if is_base_embedding_weights(tensor):
+                return True  # a copy of the base's
+            try:
+                module, _ = parse_fine_tuned_lora_name(tensor, mapper)
+            except ValueError:
+                return False
+            # Another process may have the module; and vLLM itself checks experts and classification heads.
+            elsewhere = (in_parts and module_of(tensor) in base) or module in ("score", "classifier")
+            return module in modules or elsewhere or ".experts" in module
+
+        return known
 
     def headrace_mend(self: Any) -> None:
         """Finish an interrupted reload, so that every layer has tensors again: otherwise the next request crashes the
@@ -154,6 +191,20 @@ class WorkerExtension:
 
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+
+
+def _adapter_tensors(folder: str) -> dict[str, TensorType]:
+    """The tensors of an adapter in PEFT's layout. Raises WeightFilesError."""
+    path = weight_paths(folder, "adapter")[-1]
+    if path.suffix == ".safetensors":
+        return read_header(path)
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="meta", weights_only=True)
+    except Exception as error:
+        raise WeightFilesError("weights-damaged", f"{path} cannot be read: {error}") from error
+    return {name: TensorType(str(tensor.dtype), list(tensor.shape)) for name, tensor in loaded.items()}
 
 
 def _local(model_config: Any) -> str:

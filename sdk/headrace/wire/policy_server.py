@@ -109,6 +109,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 the old weights first. ``abort``: they end with the tokens sampled so far."""
 
 CHECK = "headrace_check"
+CHECK_ADAPTER = "headrace_check_adapter"
 LOAD = "headrace_load"
 """Methods for ``RPC``; their only argument is a folder."""
 
@@ -400,15 +401,16 @@ class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of ``CHECK`` or ``LOAD`` in one process of the engine.
+    """The result of ``CHECK``, ``CHECK_ADAPTER`` or ``LOAD`` in one process of the engine.
 
-    ``refused``: why nothing was changed. ``mixed``: why the weights are neither the old nor the new ones. Without
-    either the call succeeded.
+    ``refused``: why nothing was changed; ``kind``: the code of its InvalidWeights error, if known. ``mixed``: why the
+    weights are neither the old nor the new ones. Without either the call succeeded.
     """
 
     tensors: int = 0
     bytes: int = 0
     refused: str = ""
+    kind: str = ""
     mixed: str = ""
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.tiny_model import read, write, write_model
+from examples.tiny_model import write_adapter as write_peft_adapter
 from headrace.trajectory import Segment, Version
 from headrace.wire import messages
-from headrace_orchestrator.policy_servers.adapter_files import adapter_problem
+from headrace_orchestrator.policy_servers.adapter_files import adapter_problem, base_problem
 from headrace_workers.tiny_policy.adapters import CONFIG, FILE, write_adapter
 from headrace_workers.tiny_policy.model import SIZE, Floats, neutral_weights
 from tests.orchestrator.policy_servers.deployment import Deployment, deployment, weights_of
@@ -93,7 +95,7 @@ async def test_an_unfit_adapter_is_refused_with_the_reason_and_the_served_versio
         await deployed.announce(3, incomplete)
         await deployed.until_said("once it is complete")
         await deployed.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
-        await deployed.until_said("No adapter found")
+        assert (await deployed.until_said("nowhere")).facts["kind"] == "weights-missing"
         (server,) = (await deployed.servers()).servers
         assert (server.state, server.version) == ("serving", "0.1")
         await deployed.announce(5, trained(deployed, 5))
@@ -142,10 +144,59 @@ def test_a_folder_that_is_not_an_adapter_as_peft_writes_it_or_has_another_base_i
 ) -> None:
     write_adapter(tmp_path / "new", neutral_weights())
     write_adapter(tmp_path / "old", neutral_weights())
-    assert adapter_problem(str(tmp_path / "new"), str(tmp_path / "old")) == ""
-    assert adapter_problem(str(tmp_path / "not here")) == "", "the server may see it"
+    assert adapter_problem(str(tmp_path / "new"), str(tmp_path / "old")) is None
+    assert adapter_problem(str(tmp_path / "not here")) is None, "the server may see it"
     if config is None:
         (tmp_path / "new" / CONFIG).unlink()
     else:
         (tmp_path / "new" / CONFIG).write_text(config)
-    assert reason in adapter_problem(str(tmp_path / "new"), str(tmp_path / "old"))
+    found = adapter_problem(str(tmp_path / "new"), str(tmp_path / "old"))
+    assert found is not None
+    assert reason in found.message
+
+
+def with_moved_layers(folder: Path, layers: str) -> None:
+    """Give the adapter's tensors of these layers names with one component too many."""
+    tensors = read(folder / FILE)
+    write(folder / FILE, {name.replace(f"model.{layers}", f"model.model.{layers}"): t for name, t in tensors.items()})
+
+
+@pytest.mark.parametrize(("layers", "count"), [("layers", 8), ("layers.1", 4)])
+def test_tensors_that_fit_nothing_in_the_base_are_listed_where_the_server_cannot_check_them(
+    tmp_path: Path, layers: str, count: int
+) -> None:
+    write_model(tmp_path / "base")
+    write_peft_adapter(tmp_path / "adapter", tmp_path / "base")
+    assert base_problem(str(tmp_path / "adapter")) is None
+    with_moved_layers(tmp_path / "adapter", layers)
+    found = base_problem(str(tmp_path / "adapter"))
+    assert found is not None
+    assert found.kind == "adapter-does-not-fit"
+    assert found.message.count("belongs to no module") == count
+
+
+async def test_tensors_that_do_not_fit_are_named_in_a_typed_reason_and_the_version_before_is_served(
+    tmp_path: Path,
+) -> None:
+    async with double() as one, orchestrator(tmp_path / "data") as api:
+        deployed = Deployment("", api, tmp_path, [one])
+        await deployed.create_run(policy=MATH)
+        await deployed.announce(1, trained(deployed, 1))
+        await deployed.until_served(1)
+        path = tmp_path / "math-2"
+        write_adapter(path, weights_of(Version(0, 2)))
+        (path / FILE).write_bytes((path / FILE).read_bytes().replace(b'"weights"', b'"weighty"'))
+        await deployed.announce(2, messages.Weights(path=str(path), kind="adapter"))
+        reason = await deployed.until_said("['weighty']")
+        assert (reason.code, reason.facts["kind"]) == ("adapters", "adapter-does-not-fit")
+        (server,) = (await deployed.servers()).servers
+        assert (server.state, server.version) == ("serving", "0.1")
+
+
+async def test_an_adapter_of_zeros_is_served(tmp_path: Path) -> None:
+    async with double() as one, orchestrator(tmp_path / "data") as api:
+        deployed = Deployment("", api, tmp_path, [one])
+        await deployed.create_run(policy=MATH)
+        write_adapter(tmp_path / "zeros", np.zeros(SIZE))
+        await deployed.announce(1, messages.Weights(path=str(tmp_path / "zeros"), kind="adapter"))
+        await deployed.until_served(1)

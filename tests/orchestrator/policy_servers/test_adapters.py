@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
 from headrace_orchestrator.policy_servers.adapters import Adapters
+from headrace_orchestrator.policy_servers.server_state import CallProblem
 
 ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 
@@ -41,7 +42,7 @@ def settle(adapters, now=0.0):
     while calls := adapters.step(now):
         for call in calls:
             calls_made.append(f"{call.kind} {plain(call.name)}")
-            adapters.take_result(call, "", now)
+            adapters.take_result(call, None, now)
     return calls_made
 
 
@@ -86,7 +87,7 @@ def test_an_outdated_version_is_not_loaded_and_the_served_one_stays_while_newer_
         adapters.announce(Version(0, number), f"/v{number}")
         (call,) = adapters.step(0.0)
         assert plain(call.name) == f"math@0.{number}"
-        adapters.take_result(call, "no", 0.0)
+        adapters.take_result(call, CallProblem("adapter-refused", "no"), 0.0)
         adapters.announce(Version(0, 1), "/v1")
         assert set(desired(adapters)) == {"math@0.1", f"math@0.{number}"}
     assert adapters.version(ONE) == adapters.served == Version(0, 1)
@@ -114,8 +115,8 @@ def test_once_a_version_is_served_servers_without_it_get_no_requests():
     adapters.announce(Version(0, 1), "/v1")
     assert adapters.missing_reason(ONE) == adapters.missing_reason(TWO) == ""
     one, two = adapters.step(0.0)
-    adapters.take_result(one, "", 0.0)
-    adapters.take_result(two, "the rank is 16", 0.0)
+    adapters.take_result(one, None, 0.0)
+    adapters.take_result(two, CallProblem("adapter-refused", "the rank is 16"), 0.0)
     assert adapters.missing_reason(ONE) == ""
     assert "the rank is 16" in adapters.missing_reason(TWO)
     assert TWO in adapters.reasons()[0].message
@@ -127,13 +128,13 @@ def test_a_refused_load_is_retried_with_growing_delays_and_a_new_version_is_load
     now, waits = 0.0, []
     for _ in range(4):
         (call,) = adapters.step(now)
-        adapters.take_result(call, "no", now)
+        adapters.take_result(call, CallProblem("adapter-refused", "no"), now)
         waits.append(adapters.due() - now)
         assert adapters.step(adapters.due() - 0.01) == []
         now = adapters.due()
     assert waits == [1, 2, 4, 8]
     (call,) = adapters.step(now)
-    adapters.take_result(call, "no", now)
+    adapters.take_result(call, CallProblem("adapter-refused", "no"), now)
     adapters.announce(Version(0, 2), "/v2")
     assert adapters.step(now)
 

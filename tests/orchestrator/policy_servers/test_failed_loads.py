@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import WeightsDamaged, WeightsDoNotFit, WeightsMissing
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_workers.tiny_policy.weight_updates import write_folder
@@ -46,14 +47,14 @@ async def test_g13_damaged_files_are_found_before_any_server_is_paused(tmp_path:
         await run_at_version_7(deployed)
         paused = [server.paused_s for server in (await deployed.servers()).servers]
         damages = [
-            (8, messages.Weights(path=str(tmp_path / "nowhere")), "No such file"),
-            (9, cut_short(deployed.write(9)), "cut short"),
-            (10, misshapen(tmp_path / "misshapen"), "has shape"),
+            (8, messages.Weights(path=str(tmp_path / "nowhere")), "No such file", WeightsMissing),
+            (9, cut_short(deployed.write(9)), "cut short", WeightsDamaged),
+            (10, misshapen(tmp_path / "misshapen"), "has shape", WeightsDoNotFit),
         ]
-        for n, weights, problem in damages:
+        for n, weights, problem, error in damages:
             await deployed.announce(n, weights)
             reason = await deployed.until_said(f"weight sync of version 0.{n} failed")
-            assert (reason.code, reason.facts["kind"]) == ("weight-sync", "weights-refused")
+            assert (reason.code, reason.facts["kind"]) == ("weight-sync", error.code)
             assert problem in reason.message
             await deployed.until_played(2)
             reply = await deployed.servers()

@@ -111,4 +111,4 @@ async def test_weight_syncs_are_in_the_metrics(tmp_path: Path) -> None:
             lines = (await answer.text()).splitlines()
         assert 'headrace_weight_sync_seconds_count{run="run"} 2.0' in lines
         assert 'headrace_run_policy_servers{run="run",state="serving"} 2.0' in lines
-        assert any(line.startswith('headrace_weight_sync_failures_total{kind="weights-refused"') for line in lines)
+        assert any(line.startswith('headrace_weight_sync_failures_total{kind="weights-missing"') for line in lines)

@@ -31,6 +31,7 @@ from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace.wire import policy_server
 from headrace_workers.renderers.bytes_renderer import END
+from headrace_workers.tiny_policy import adapters, weight_updates
 from headrace_workers.tiny_policy.adapters import TinyPolicyAdapters
 from headrace_workers.tiny_policy.faults import (
     SPOILS,
@@ -57,7 +58,7 @@ from headrace_workers.tiny_policy.model import SIZE
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.prompt_logprobs import prompt_logprobs
 from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, end_generation
-from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, read_folder
+from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, UnloadableWeights, read_folder
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -67,6 +68,9 @@ VERSION_HEADER = "x-weight-version"
 """Header with the version of the weights in a body of ``/weights``."""
 
 SAMPLING_ROUTES = (policy_server.COMPLETIONS, policy_server.GENERATE)
+
+CHECKED_FILES = {policy_server.CHECK: weight_updates.FILE, policy_server.CHECK_ADAPTER: adapters.FILE}
+"""The file of a folder that a method of ``/collective_rpc`` checks."""
 
 ABORTED = Generation([], [], "", policy_server.ABORTED, None)
 """The answer to a request that a pause aborted."""
@@ -282,12 +286,12 @@ class TinyPolicyServer:
 
     async def _rpc(self, body: bytes) -> bytes:
         request = _read_control(body, policy_server.RpcRequest)
-        if request.method == policy_server.CHECK:
+        if request.method in CHECKED_FILES:
             try:
-                read_folder(request.args[0])
+                read_folder(request.args[0], CHECKED_FILES[request.method])
                 result = policy_server.LoadResult(tensors=1, bytes=8 * SIZE)
-            except InvalidRequest as error:
-                result = policy_server.LoadResult(refused=error.detail)
+            except UnloadableWeights as error:
+                result = error.result()
         elif request.method == policy_server.LOAD:
             result = await self._engine.load(request.args[0], *self._faults.next_load())
         else:

@@ -40,28 +40,42 @@ def write_folder(folder: Path, weights: Floats, file: str = FILE) -> None:
     unfinished.replace(folder / file)
 
 
+class UnloadableWeights(InvalidRequest):
+    """Files that the tiny policy cannot load. ``kind``: the code of an InvalidWeights error."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+    def result(self) -> LoadResult:
+        """The result of a check or load that refused the files."""
+        return LoadResult(refused=self.detail, kind=self.kind)
+
+
 def read_folder(folder: str, file: str = FILE) -> Floats:
-    """Read the weights of a folder. Raises InvalidRequest that names the fault."""
+    """Read the weights of a folder. Raises UnloadableWeights that names the fault."""
     path = Path(folder) / file
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror}") from error
+        raise UnloadableWeights("weights-missing", f"{path}: {error.strerror}") from error
     try:
         (size,) = struct.unpack_from("<Q", data)
         tensors = {name: item for name, item in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
         entry = tensors.get(TENSOR)
     except (struct.error, ValueError, AttributeError) as error:
-        raise InvalidRequest(f"{path} is not a complete safetensors file: {error}") from error
+        raise UnloadableWeights("weights-damaged", f"{path} is not a complete safetensors file: {error}") from error
+    unfit = "adapter-does-not-fit" if file != FILE else "weights-do-not-fit"
     if entry is None or len(tensors) > 1:
-        raise InvalidRequest(f"{path} contains {sorted(tensors)}, the policy has {[TENSOR]}")
+        raise UnloadableWeights(unfit, f"{path} contains {sorted(tensors)}, the policy has {[TENSOR]}")
     if (entry["dtype"], entry["shape"]) != ("F64", [SIZE]):
-        raise InvalidRequest(
-            f"{TENSOR} has shape {entry['shape']} of {entry['dtype']}, the policy's is [{SIZE}] of F64"
+        raise UnloadableWeights(
+            unfit, f"{TENSOR} has shape {entry['shape']} of {entry['dtype']}, the policy's is [{SIZE}] of F64"
         )
     if len(data) != 8 + size + 8 * SIZE:
-        raise InvalidRequest(
-            f"{path} has {len(data)} bytes, not the {8 + size + 8 * SIZE} of its header: it is cut short"
+        raise UnloadableWeights(
+            "weights-damaged",
+            f"{path} has {len(data)} bytes, not the {8 + size + 8 * SIZE} of its header: it is cut short",
         )
     return np.frombuffer(data, "<f8", SIZE, 8 + size).astype(np.float64)
 
@@ -155,8 +169,8 @@ class Engine:
                 os._exit(1)
             try:
                 weights = read_folder(folder)
-            except InvalidRequest as error:
-                return LoadResult(refused=error.detail)
+            except UnloadableWeights as error:
+                return error.result()
             if fault:  # half of the weights are new
                 weights[: SIZE // 2] = self._policy.weights[: SIZE // 2]
             self._policy.load(weights, self._policy.version)

@@ -2,7 +2,7 @@
 
 * A server that lacks an adapter in use is shown as ejected, with the missing adapter.
 * A version of the trained adapter is served once the first server has it.
-* Faulty files of an adapter are found before a server is asked.
+* Faulty files of an adapter are found before a server is asked, and tensors that do not fit before it loads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from headrace.wire import messages
 from headrace_orchestrator.policy_servers import adapter_files
 from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
 from headrace_orchestrator.policy_servers.admission import Load, Reading
-from headrace_orchestrator.policy_servers.calls import PolicyServerCalls
+from headrace_orchestrator.policy_servers.calls import NotChecked, PolicyServerCalls
+from headrace_orchestrator.policy_servers.server_state import CallProblem
 from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
 from headrace_orchestrator.service.shell import Shell
 
@@ -72,17 +73,29 @@ class AdapterSync:
 
     async def carry_out(self, call: AdapterCall) -> None:
         """Make a call, and record its result."""
-        problem = ""
-        if call.kind == "load":
-            before = self._loaded_path if "@" in call.name else ""  # only the trained adapter has versions
-            problem = await asyncio.to_thread(adapter_files.adapter_problem, call.path, before)
-        if not problem:
-            problem = await self._calls.change_adapter(call.address, call.kind, call.name, call.path)
+        problem = await self._problem_of_files(call) if call.kind == "load" else None
+        if problem is None:
+            refusal = await self._calls.change_adapter(call.address, call.kind, call.name, call.path)
+            problem = CallProblem("adapter-refused", refusal, untouched=True) if refusal else None
         self._adapters.take_result(call, problem, self._shell.now())
-        if problem:
-            log.warning("an adapter was not taken", run=self._run, server=call.address, name=call.name, problem=problem)
+        facts = {"run": self._run, "server": call.address, "name": call.name}
+        if problem is not None:
+            log.warning("an adapter was not taken", **facts, kind=problem.kind, problem=problem.message)
         else:
-            log.info(f"adapter {call.kind}ed", run=self._run, server=call.address, name=call.name)
+            log.info(f"adapter {call.kind}ed", **facts)
+
+    async def _problem_of_files(self, call: AdapterCall) -> CallProblem | None:
+        """The problem of an adapter's files, if any. The server knows best what it can take."""
+        before = self._loaded_path if "@" in call.name else ""  # only the trained adapter has versions
+        problem = await asyncio.to_thread(adapter_files.adapter_problem, call.path, before)
+        if problem is not None:
+            return problem
+        try:
+            return await self._calls.check_adapter(call.address, call.path)
+        except NotChecked as error:
+            facts = {"run": self._run, "server": call.address, "name": call.name}
+            log.warning("the server cannot check an adapter's tensors", **facts, reason=str(error))
+            return await asyncio.to_thread(adapter_files.base_problem, call.path)
 
     async def leave(self) -> None:
         """Unload the run's adapters from the servers that answer, at the end of the run."""
