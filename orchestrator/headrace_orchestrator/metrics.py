@@ -250,17 +250,20 @@ class _StateCollector(Collector):
         slots: dict[str, float] = {}
         leased: dict[str, float] = {}
         workers: dict[str, float] = {}
+        silent: dict[str, float] = {}
         spelled: dict[str, float] = {}
         for worker in status.workers:
-            pool = worker.pool
-            slots[pool] = slots.get(pool, 0.0) + worker.slots
-            leased[pool] = leased.get(pool, 0.0) + worker.leased
-            workers[pool] = workers.get(pool, 0.0) + 1
+            pool, present = worker.pool, not worker.silent
+            slots[pool] = slots.get(pool, 0.0) + worker.slots * present
+            leased[pool] = leased.get(pool, 0.0) + worker.leased * present
+            workers[pool] = workers.get(pool, 0.0) + present
+            silent[pool] = silent.get(pool, 0.0) + worker.silent
             spelled[pool] = spelled.get(pool, 0.0) + worker.stats.get("control_tokens", 0.0)
         for name, text, series in (
-            ("pool_slots", "Slots of the workers of a pool.", slots),
-            ("pool_slots_leased", "Slots that run an episode.", leased),
-            ("pool_workers", "Workers of a pool.", workers),
+            ("pool_slots", "Slots of the workers of a pool, without silent ones.", slots),
+            ("pool_slots_leased", "Slots that run an episode, without those of silent workers.", leased),
+            ("pool_workers", "Workers of a pool, without silent ones.", workers),
+            ("pool_workers_silent", "Workers of a pool that sent nothing for a lease term.", silent),
             ("pool_control_tokens", "Control tokens that environments spelled to a pool's workers.", spelled),
         ):
             family = GaugeMetricFamily(f"headrace_{name}", text, labels=["pool"])

@@ -71,6 +71,7 @@ SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/service/test_k
 CLIENTS = _tests(
     "idle connections and endless headers", "tests/chaos/test_hostile_clients.py", CHAOS_HOSTILE_ROUNDS="20"
 )
+WORKERS = _tests("20 dead workers", "tests/chaos/test_dead_workers.py", CHAOS_DEAD_WORKERS="20")
 PROGRAMS = _tests(
     "10,000 hostile programs",
     "-s",
@@ -79,7 +80,7 @@ PROGRAMS = _tests(
 )
 
 LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS, FOLDERS))
-ALONE = (CLIENTS, PROGRAMS)
+ALONE = (CLIENTS, WORKERS, PROGRAMS)
 
 
 async def run(lanes: Sequence[Sequence[Part]], alone: Sequence[Part], console: Console) -> int:

@@ -38,7 +38,6 @@ from headrace_orchestrator.cli.output import (
     service_options,
     shared,
 )
-from headrace_orchestrator.console.last_seen import is_silent
 
 EXTRAS = {
     "async": ("aiohttp",),
@@ -203,7 +202,7 @@ def service_checks(url: str | None, token: str | None) -> Iterator[DoctorCheck]:
         yield DoctorCheck("fail" if url or refuses else "warn", "orchestrator", error.detail, hint)
         return
     yield DoctorCheck("ok", "orchestrator", f"{status.version} at {address}, epoch {status.epoch}")
-    active = [worker for worker in status.workers if not is_silent(worker)]
+    active = [worker for worker in status.workers if not worker.silent]
     slots = sum(worker.slots for worker in active)
     if slots:
         yield DoctorCheck("ok", "workers", f"{len(active)} with {slots} slots")

@@ -30,7 +30,6 @@ from headrace_orchestrator.cli.output import (
     span,
     table,
 )
-from headrace_orchestrator.console.last_seen import is_silent
 
 WORKER_COLUMNS = ("worker", "pool", "slots", "leased", "seen", "state")
 
@@ -104,7 +103,7 @@ def verdict(run: messages.RunStatus) -> str:
 
 def worker_row(worker: messages.WorkerStatus) -> list[str]:
     """Format a worker as a row of ``WORKER_COLUMNS``."""
-    state = "silent" if is_silent(worker) else "draining" if worker.draining else "ok"
+    state = "silent" if worker.silent else "draining" if worker.draining else "ok"
     return [worker.worker, worker.pool, str(worker.slots), str(worker.leased), span(worker.seen_s), state]
 
 

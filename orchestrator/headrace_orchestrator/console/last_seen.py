@@ -1,23 +1,14 @@
-"""Rules for when a worker or a learner counts as silent.
+"""Rules for when a learner counts as silent.
 
-* A worker that has sent nothing for half a minute is silent.
 * A learner without a batch that has sent nothing for a batch lease is silent.
 """
 
 from __future__ import annotations
 
 from headrace.runspec import RunSpec
-from headrace.wire.messages import RunStatus, WorkerStatus
-
-SILENT_S = 30.0
-"""Silence after which a worker has probably ended: it sends heartbeats every few seconds, even when idle."""
+from headrace.wire.messages import RunStatus
 
 _BATCH_LEASE_S: float = RunSpec.model_fields["batch_lease_s"].default
-
-
-def is_silent(worker: WorkerStatus) -> bool:
-    """Return True if the worker has sent nothing for ``SILENT_S``."""
-    return worker.seen_s > SILENT_S
 
 
 def learner_is_silent(run: RunStatus) -> bool:

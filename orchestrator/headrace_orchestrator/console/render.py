@@ -4,7 +4,7 @@
 * Active runs come first, and of them those with a waiting learner.
 * Runs that are over are collapsed.
 * A learner that has sent nothing for long is not shown as training.
-* A worker that has sent nothing for long is shown as silent.
+* A worker that has sent nothing for a lease term is shown as silent, and its slots are not counted.
 * While the disk refuses writes, the page begins with that.
 * A page is complete without scripts, and loads nothing from other hosts.
 """
@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headrace.errors import LAYERS
 from headrace.wire.messages import RunStatus, ServiceStatus, WorkerStatus
-from headrace_orchestrator.console.last_seen import is_silent, learner_is_silent
+from headrace_orchestrator.console.last_seen import learner_is_silent
 
 _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
 """The order of runs on the page, by the tone of their headlines."""
@@ -45,6 +45,21 @@ class Headline(NamedTuple):
     tone: str
     sentence: str
     details: list[str]
+
+
+class Pool(NamedTuple):
+    """A pool and its workers, silent ones last."""
+
+    name: str
+    workers: list[WorkerStatus]
+
+    @property
+    def summary(self) -> str:
+        """The counts of its workers and slots; silent workers are counted apart."""
+        present = [worker for worker in self.workers if not worker.silent]
+        silent = len(self.workers) - len(present)
+        busy, slots = sum(worker.leased for worker in present), sum(worker.slots for worker in present)
+        return f"{len(present)} workers, {busy} of {slots} slots busy" + (f", and {silent} silent" if silent else "")
 
 
 def headline(run: RunStatus) -> Headline:
@@ -136,7 +151,7 @@ def content(status: ServiceStatus, phase: Phase) -> str:
         phase=phase,
         live=[entry for entry in headlines if entry[1].tone != "over"],
         over=[entry for entry in headlines if entry[1].tone == "over"],
-        workers=_by_pool(status.workers),
+        pools=_pools(status.workers),
     )
 
 
@@ -147,16 +162,16 @@ def docs(document: dict[str, Any]) -> str:
 
 def worker_state(worker: WorkerStatus) -> str:
     """A worker's state in one word."""
-    if is_silent(worker):
+    if worker.silent:
         return "silent"
     return "draining" if worker.draining else "working" if worker.leased else "idle"
 
 
-def _by_pool(workers: list[WorkerStatus]) -> dict[str, list[WorkerStatus]]:
-    pools: dict[str, list[WorkerStatus]] = {}
-    for worker in sorted(workers, key=lambda worker: (worker.pool, worker.worker)):
-        pools.setdefault(worker.pool, []).append(worker)
-    return pools
+def _pools(workers: list[WorkerStatus]) -> list[Pool]:
+    by_name: dict[str, list[WorkerStatus]] = {}
+    for worker in sorted(workers, key=lambda worker: (worker.pool, worker.silent, worker.worker)):
+        by_name.setdefault(worker.pool, []).append(worker)
+    return [Pool(name, members) for name, members in sorted(by_name.items())]
 
 
 def _list(words: list[str]) -> str:

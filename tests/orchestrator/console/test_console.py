@@ -102,7 +102,7 @@ def test_a_learner_that_has_sent_nothing_for_long_is_not_shown_as_training():
 def test_a_worker_that_has_sent_nothing_for_long_is_shown_as_silent():
     worker = messages.WorkerStatus(worker="w", pool="p", capabilities=[], slots=1, leased=1, seen_s=1.0, draining=False)
     assert render.worker_state(worker) == "working"
-    assert render.worker_state(msgspec.structs.replace(worker, seen_s=31.0)) == "silent"
+    assert render.worker_state(msgspec.structs.replace(worker, silent=True)) == "silent"
 
 
 def test_names_and_messages_are_escaped():

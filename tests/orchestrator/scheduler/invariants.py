@@ -38,7 +38,7 @@ def check_invariants(state: SchedulerState) -> None:
     _require(count == len(state.episodes), f"{len(state.episodes)} episodes are indexed, {count} belong to groups")
     slots: Counter[str] = Counter()
     for worker in state.workers.by_name.values():
-        slots[worker.pool] += worker.slots
+        slots[worker.pool] += 0 if worker.silent else worker.slots
     _require(+slots == +state.workers.slots, f"slots are {slots}, counted {state.workers.slots}")
 
 

@@ -37,6 +37,7 @@ def dispatched(state: SchedulerState, event: events.Dispatched, now: float) -> N
     run = state.runs[event.run]
     worker = state.workers.named(event.worker, event.pool, now)
     deadline = now + run.spec.attempt_lease_s
+    worker.term_s = min(worker.term_s, run.spec.attempt_lease_s)
     episodes = state.episodes
     unfit: list[str] = []
     for grant in event.grants:

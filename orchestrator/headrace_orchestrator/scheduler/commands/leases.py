@@ -24,13 +24,10 @@ from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.groups import Episode
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.scheduler.state.workers import WorkerState
+from headrace_orchestrator.scheduler.state.workers import DEFAULT_TERM_S, WorkerState
 
 HEARTBEATS_A_TERM = 3
 """Heartbeats in a lease's term: two may be lost before the lease runs out."""
-
-DEFAULT_INTERVAL_S = 10.0
-"""Seconds between heartbeats where no run has a term for the pool: a third of the default term."""
 
 
 def lease(state: SchedulerState, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
@@ -64,9 +61,10 @@ def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: fl
     worker.stats = request.stats
     cancels, _ = _renew(state, worker, request.holding, now)
     terms = [run.spec.attempt_lease_s for run in state.pools.get(worker.pool, ()) if not run.closed]
+    worker.term_s = min(terms, default=DEFAULT_TERM_S)
     return messages.HeartbeatReply(
         epoch=state.epoch,
-        interval_s=min(terms) / HEARTBEATS_A_TERM if terms else DEFAULT_INTERVAL_S,
+        interval_s=worker.term_s / HEARTBEATS_A_TERM,
         cancels=cancels,
         drain=worker.name in state.workers.draining,
     )

@@ -205,11 +205,12 @@ def _no_workers(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]
     live = state.workers.live(pool, now)
     fit = [worker for worker in live if run.capabilities <= worker.capabilities]
     if queued and not fit:
-        offer = f" that offer {sorted(run.capabilities)}" if live else ""
+        silent = sum(worker.pool == pool for worker in state.workers.by_name.values()) - len(live)
+        offer = f" that offer {sorted(run.capabilities)}" if live else f" ({silent} silent)" if silent else ""
         yield Reason(
             code="no-workers",
             message=f"no workers in pool {pool!r}{offer}: {_count(queued, 'episode')} queued",
-            facts={"pool": pool, "queued": queued, "workers": len(live)},
+            facts={"pool": pool, "queued": queued, "workers": len(live), **({"silent": silent} if silent else {})},
         )
     elif queued and all(worker.name in state.workers.draining for worker in fit):
         yield Reason(

@@ -60,6 +60,7 @@ def worker_statuses(state: SchedulerState, now: float) -> list[messages.WorkerSt
             leased=len(worker.attempts),
             seen_s=now - worker.seen,
             draining=worker.name in state.workers.draining,
+            silent=state.workers.is_silent(worker, now),
             stats=worker.stats,
         )
         for worker in state.workers.by_name.values()

@@ -2,6 +2,7 @@
 
 All of it is soft except the attempts, which events assign to their workers, and the draining workers.
 
+* A worker that sent nothing for a lease term is silent, and its slots do not count, until it is heard again.
 * A drain is over when its worker is gone; a later process of the same name gets work.
 * A lease only gets longer, so the watched moment of a worker is never too late; one that is too early costs one check.
 """
@@ -14,14 +15,33 @@ from collections import Counter
 
 from headrace_orchestrator.scheduler.state.groups import Episode
 
+DEFAULT_TERM_S = 30.0
+"""Lease term of a pool without runs."""
+
 GONE_S = 60.0
 """Seconds after which a silent worker that holds nothing is forgotten: two default lease terms."""
+
+SWEEP_S = 1.0
+"""Seconds between two checks of all workers."""
 
 
 class WorkerState:
     """A worker."""
 
-    __slots__ = ("attempts", "capabilities", "heard", "listed", "name", "pool", "seen", "slots", "stats", "watched")
+    __slots__ = (
+        "attempts",
+        "capabilities",
+        "heard",
+        "listed",
+        "name",
+        "pool",
+        "seen",
+        "silent",
+        "slots",
+        "stats",
+        "term_s",
+        "watched",
+    )
 
     def __init__(self, name: str, pool: str, now: float) -> None:
         self.name = name
@@ -30,6 +50,10 @@ class WorkerState:
         self.slots = 0
         self.attempts: dict[str, Episode] = {}
         self.seen = now
+        #: The lease term in which it sends several heartbeats: the pool's shortest when it was last told.
+        self.term_s = DEFAULT_TERM_S
+        #: Whether its slots do not count, because it was silent at the last check.
+        self.silent = False
         #: Whether it sent a request since this process began; the slots of a worker known from the log alone are not.
         self.heard = False
         #: When it last listed its attempts.
@@ -45,7 +69,7 @@ class Workers:
     def __init__(self) -> None:
         self.by_name: dict[str, WorkerState] = {}
         self.draining: set[str] = set()
-        #: Slots of the workers of each pool that take work.
+        #: Slots of the workers of each pool that are not silent.
         self.slots: Counter[str] = Counter()
         #: Moments and names; of a worker's entries only the one at ``WorkerState.watched`` counts.
         self._heap: list[tuple[float, str]] = []
@@ -63,11 +87,10 @@ class Workers:
         worker = self.named(name, pool, now)
         worker.seen = now
         worker.heard = True
-        if worker.slots != slots or worker.pool != pool:
-            self.slots[worker.pool] -= worker.slots
+        if worker.silent or worker.slots != slots or worker.pool != pool:
+            self.slots[worker.pool] -= 0 if worker.silent else worker.slots
             self.slots[pool] += slots
-            worker.slots = slots
-            worker.pool = pool
+            worker.slots, worker.pool, worker.silent = slots, pool, False
         return worker
 
     def watch(self, worker: WorkerState, deadline: float) -> None:
@@ -105,14 +128,19 @@ class Workers:
         return None
 
     def sweep(self, now: float) -> list[str]:
-        """Forget workers that are gone; returns those that were draining."""
-        if now - self._swept < GONE_S / 4:
+        """Stop counting the slots of silent workers, and forget those that are gone; returns those of them that were
+        draining."""
+        if now - self._swept < SWEEP_S:
             return []
         self._swept = now
+        for worker in self.by_name.values():
+            if not worker.silent and self.is_silent(worker, now):
+                worker.silent = True
+                self.slots[worker.pool] -= worker.slots
         gone = [name for name in self.by_name if self.is_gone(name, now)]
         for name in gone:
             worker = self.by_name.pop(name)
-            self.slots[worker.pool] -= worker.slots
+            self.slots[worker.pool] -= 0 if worker.silent else worker.slots
         return [name for name in gone if name in self.draining]
 
     def is_gone(self, name: str, now: float) -> bool:
@@ -120,6 +148,10 @@ class Workers:
         worker = self.by_name.get(name)
         return worker is None or (not worker.attempts and now - worker.seen > GONE_S)
 
+    def is_silent(self, worker: WorkerState, now: float) -> bool:
+        """True if it sent nothing for a lease term, so that its leases have run out."""
+        return now - worker.seen >= worker.term_s
+
     def live(self, pool: str, now: float) -> list[WorkerState]:
-        """Workers of a pool that sent a request within ``GONE_S``."""
-        return [w for w in self.by_name.values() if w.pool == pool and w.heard and now - w.seen <= GONE_S]
+        """Workers of a pool that were heard and are not silent."""
+        return [w for w in self.by_name.values() if w.pool == pool and w.heard and not self.is_silent(w, now)]

@@ -75,6 +75,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     seen_s: float
     """Seconds since its last request."""
     draining: bool
+    silent: bool = False
+    """True if it sent nothing for a lease term: it has probably ended, and its slots do not count."""
     stats: dict[str, float] = {}
 
 

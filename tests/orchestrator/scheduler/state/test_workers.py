@@ -46,3 +46,32 @@ def test_silent_workers_that_hold_nothing_are_forgotten(harness):
     assert [w.worker for w in harness.core.worker_statuses(harness.now)] == ["idle"]
     harness.advance(100.0)
     assert harness.core.worker_statuses(harness.now) == []
+
+
+def test_a_worker_that_sent_nothing_for_a_lease_term_is_silent_until_it_is_heard_again(harness):
+    harness.run(batch_size=8, attempt_lease_s=6, evaluation_slots=0.5)
+    harness.lease(2, slots=8)
+    harness.heartbeat()
+    assert harness.core.state.workers.slots["default"] == 8
+    harness.advance(5.9)
+    assert [worker.silent for worker in harness.core.worker_statuses(harness.now)] == [False]
+    harness.advance(0.1)
+    assert [worker.silent for worker in harness.core.worker_statuses(harness.now)] == [True]
+    assert "no workers in pool 'default' (1 silent): 16 episodes queued" in harness.empty().reasons[0].message
+    harness.advance(2.0)
+    assert harness.core.state.workers.slots["default"] == 0
+    harness.heartbeat()
+    assert [worker.silent for worker in harness.core.worker_statuses(harness.now)] == [False]
+    assert harness.core.state.workers.slots["default"] == 8
+
+
+def test_the_slots_of_a_silent_worker_are_subtracted_once(harness):
+    harness.run(batch_size=8)
+    harness.lease(0, slots=8)
+    harness.lease(0, "other", slots=4)
+    for _ in range(5):
+        harness.advance(20.0)
+        harness.lease(0, "other", slots=4)
+        harness.core.tick(harness.now)
+    assert [worker.worker for worker in harness.core.worker_statuses(harness.now)] == ["other"]
+    assert dict(harness.core.state.workers.slots) == {"default": 4}
