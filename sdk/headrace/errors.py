@@ -2,7 +2,7 @@
 
 * Every error that crosses a boundary is a ``HeadraceError`` with a stable ``code``.
 * A message says what was wrong; ``hint`` says what to do about it.
-* Over HTTP an error is a problem body (RFC 9457), and a client raises it again as the same class.
+* Over HTTP an error is a problem body (RFC 9457) of bounded size, and a client raises it again as the same class.
 * A failure inside an episode is an ``EpisodeFailure``: it is recorded with its layer and never scored.
 
 The base classes::
@@ -28,6 +28,9 @@ LAYERS: tuple[Layer, ...] = get_args(Layer)
 TYPE_PREFIX = "urn:headrace:problem:"
 """Prefix of ``type`` in every problem body of Headrace."""
 
+MAX_PROBLEM_CHARS = 4000
+"""Most characters of a text in a problem body."""
+
 
 class HeadraceError(Exception):
     """Base class of all errors. ``detail`` is the message, ``hint`` says what to do, ``extra`` holds JSON facts."""
@@ -46,8 +49,8 @@ class HeadraceError(Exception):
         return f"{self.detail} {self.hint}".strip()
 
     def problem(self) -> dict[str, Any]:
-        """The problem body (RFC 9457) of this error."""
-        return {
+        """The problem body (RFC 9457) of this error. Long texts are cut: they may quote a whole request."""
+        body = {
             **self.extra,
             "type": f"{TYPE_PREFIX}{self.code}",
             "title": self.title,
@@ -56,6 +59,13 @@ class HeadraceError(Exception):
             "detail": self.detail,
             "hint": self.hint,
         }
+        return {name: _cut(value) if isinstance(value, str) else value for name, value in body.items()}
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_PROBLEM_CHARS:
+        return text
+    return f"{text[:MAX_PROBLEM_CHARS]}... ({len(text) - MAX_PROBLEM_CHARS} more characters)"
 
 
 def from_problem(body: Mapping[str, Any]) -> HeadraceError:

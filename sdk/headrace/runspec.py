@@ -4,6 +4,7 @@
 * A spec that can never be served is refused at its creation, not when a pull waits forever.
 * A spec that cannot be stored is refused at its creation: numbers fit in 63 bits, data for environments is plain JSON.
 * The spec of a run never changes; the log has it as it was submitted.
+* A spec that an earlier version accepted is read, even if a bound is newer.
 """
 
 from __future__ import annotations
@@ -12,18 +13,41 @@ import math
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from headrace.bounds import (
+    MAX_COUNT,
+    MAX_EXACT,
+    MAX_LABEL,
+    MAX_NESTING,
+    MAX_REFERENCE,
+    MAX_SECONDS,
+    MAX_TEMPERATURE,
+    MIN_LEASE_S,
+    MIN_SECONDS,
+    MIN_TEMPERATURE,
+    require_plain,
+)
 from headrace.common.registry import Registry
-from headrace.errors import InvalidRequest, InvalidRunSpec
+from headrace.errors import MAX_PROBLEM_CHARS, InvalidRequest, InvalidRunSpec
 from headrace.estimators import ESTIMATORS, NONE
 from headrace.selection import SELECTION_RULES
+from headrace.spec_bounds import STORED, Between, Entries, Text
 from headrace.wire.policy_server import DNS_PREFIX, canonical_address
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """A name that is safe in paths, URLs and metric labels."""
 
-EnvironmentId = Annotated[str, Field(min_length=1, max_length=200)]
+EnvironmentId = Annotated[str, Field(min_length=1, max_length=200), Text()]
 """An environment's id. With wrappers it is longer than a name: ``python:math:Arithmetic-v0``."""
 
 MAX_TAGS = 16
@@ -32,30 +56,40 @@ MAX_TAGS = 16
 MAX_INTEGER = (1 << 63) - 1
 """Largest integer in a spec, which the log and readers in any language can hold."""
 
-MAX_COUNT = (1 << 31) - 1
-"""Largest count in a spec: the product of two counts fits in 63 bits."""
+Label = Annotated[str, Text()]
+"""A name that need not be safe in paths."""
+
+Reference = Annotated[str, Text(MAX_REFERENCE)]
+"""A path, an address, or the name of a model."""
+
+Temperature = Annotated[float, Field(ge=0), Between(MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True)]
+
+Seconds = Annotated[float, Field(gt=0), Between(MIN_SECONDS, MAX_SECONDS)]
+
+LeaseTerm = Annotated[float, Field(gt=0), Between(MIN_LEASE_S, MAX_SECONDS)]
+"""Term of a lease, in seconds."""
+
+Size = Annotated[int, Field(ge=1, le=MAX_INTEGER), Between(1, MAX_EXACT)]
+"""Bytes or tokens."""
+
+Weight = Annotated[float, Field(gt=0), Between(1e-9, 1e9)]
+
+MAX_PROBLEMS = 20
+"""Most invalid fields that an error names."""
+
+MAX_MIXTURE = 10_000
+"""Most entries of a mixture."""
 
 MAX_EXPONENT = 4.0
 """Largest exponent of priorities: with priorities of 1e-6 to 1e6, weights are numbers that can be summed exactly."""
 
-MAX_NESTING = 64
-"""Deepest nesting of data for an environment: more than any real data, and safe for every JSON reader."""
-
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [value]
-    for _ in range(MAX_NESTING):
-        inside = [list(item.values()) if isinstance(item, dict) else item for item in level]
-        level = [item for items in inside for item in items if isinstance(item, dict | list | tuple)]
-        if not level:
-            break
-    else:
-        raise ValueError(f"it is nested deeper than {MAX_NESTING} levels")
+    require_plain(value, MAX_NESTING)
     try:
         msgspec.msgpack.encode(value)
-        msgspec.json.encode(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"it cannot be stored as JSON with integers of 64 bits: {error}") from error
+    except OverflowError as error:
+        raise ValueError(f"it cannot be stored with integers of 64 bits: {error}") from error
     return value
 
 
@@ -83,8 +117,8 @@ class EnvironmentSpec(_Model):
     """Environment id, such as ``game:GuessTheNumber-v0-hard``, of 1 to 200 characters."""
     kwargs: Json = {}
     """Passed to the environment's constructor."""
-    weight: float = Field(default=1.0, gt=0)
-    """Relative share of groups, a plain number. Default 1: equal shares."""
+    weight: Weight = 1.0
+    """Relative share of groups, 1e-9 to 1e9. Default 1: equal shares."""
     tags: Tags = []
     """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
 
@@ -100,7 +134,7 @@ class TaskSpec(_Model):
     """Passed to the environment's constructor."""
     example: Json | None = None
     """A dataset row, passed to the constructor as ``example=``. Default: none."""
-    id: str = ""
+    id: Annotated[str, Text(least=0)] = ""
     """The submitter's name for the task. Default: its position in the list."""
     tags: Tags = []
     """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
@@ -134,8 +168,8 @@ class EstimatorSpec(_Model):
 
     @field_validator("name")
     @classmethod
-    def _name_is_known(cls, value: str) -> str:
-        return value if value == NONE else _require_registered(ESTIMATORS, value)
+    def _name_is_known(cls, value: str, info: ValidationInfo) -> str:
+        return value if value == NONE or info.context is STORED else _require_registered(ESTIMATORS, value)
 
     @model_validator(mode="after")
     def _ddof_fits(self) -> Self:
@@ -150,7 +184,7 @@ class AdapterSpec(_Model):
 
     name: Name
     """Name in this run and at the policy servers, such as ``opponent-3``."""
-    path: str = Field(min_length=1)
+    path: Reference = Field(min_length=1)
     """Folder as PEFT writes it: a path that the policy servers can read."""
     pinned: bool = False
     """True: servers always hold it. Default false: the least recently used adapter is replaced when another is
@@ -164,18 +198,18 @@ def _plain_addresses(value: list[str]) -> list[str]:
     return value
 
 
-Addresses = Annotated[list[str], Field(min_length=1), AfterValidator(_plain_addresses)]
+Addresses = Annotated[list[Reference], Field(min_length=1), Entries(), AfterValidator(_plain_addresses)]
 """Base addresses of policy servers that the orchestrator does not manage."""
 
 
 class AgentSpec(_Model):
     """The policy of an agent in a multi-agent environment."""
 
-    base: str | None = None
+    base: Reference | None = None
     """Name of the policy's weights, which is the model name in requests. Default: the run's."""
     endpoints: Addresses | None = None
     """Addresses of its policy servers. Default: the run's."""
-    adapters: list[Name] = []
+    adapters: Annotated[list[Name], Entries()] = []
     """Names of ``policy.adapters`` that play the agent, on the run's servers. Default: none, the policy itself
     plays."""
     routing: Literal["fixed", "round_robin"] = "fixed"
@@ -183,8 +217,8 @@ class AgentSpec(_Model):
     adapter. Default fixed."""
     train: bool = True
     """True: its segments are rows. Default true; a frozen opponent has ``train = false``."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature. Default: the run's."""
+    temperature: Temperature | None = None
+    """Sampling temperature, as in ``sampling``. Default: the run's."""
 
 
 class AdmissionSpec(_Model):
@@ -218,7 +252,7 @@ class SyncSpec(_Model):
     """Treatment of running requests: ``keep``, they continue from their tokens on the new weights; ``wait``, they
     finish on the old weights first; ``abort``, they end and are continued from their tokens by a new request. Default
     keep."""
-    pause_lease_s: float = Field(default=120.0, gt=0)
+    pause_lease_s: LeaseTerm = 120.0
     """Longest pause of a server in seconds, including the load. Default 120. After that it resumes with the weights
     that it holds; if these are unknown, its requests are ended and sent to other servers."""
 
@@ -229,19 +263,19 @@ class ScorerSpec(_Model):
     endpoints: Addresses
     """Base addresses of its policy servers. They must support ``prompt_logprobs`` on ``/v1/completions``, as vLLM does,
     and a context of one token more than the longest row."""
-    model: str
+    model: Reference
     """The model name in requests."""
 
 
 class PolicySpec(_Model):
     """The policy of the run, and its policy servers."""
 
-    endpoints: list[str] = []
+    endpoints: Annotated[list[Reference], Entries()] = []
     """Base addresses of the servers, such as ``http://127.0.0.1:8471``; or DNS names such as ``dns+http://vllm:8000``,
     which mean the servers at all addresses to which the name resolves. Default: the address of each worker's start."""
-    model: str = "policy"
+    model: Reference = "policy"
     """The model name in requests."""
-    base: str = "policy"
+    base: Reference = "policy"
     """Name of the weights in trajectories."""
     protocol: Literal["auto", "generate", "completions", "chat"] = "auto"
     """Route of sampling requests: vLLM's ``/inference/v1/generate`` (which states the version of each token),
@@ -252,10 +286,10 @@ class PolicySpec(_Model):
     interrupted: Literal["continue", "restart"] = "continue"
     """Treatment of a turn that the engine ended for new weights: it continues from its tokens on the new weights, or is
     sampled again. Default continue, which loses nothing."""
-    renderer: str = "bytes"
+    renderer: Label = "bytes"
     """Rendering of messages as tokens: ``bytes``; ``template``, the chat template of the model; a model family, such as
     ``qwen3``; or ``auto``, the model's family if it is known, else its template. Default ``bytes``."""
-    tokenizer: str = ""
+    tokenizer: Annotated[str, Text(MAX_REFERENCE, least=0)] = ""
     """The model's folder on the workers, or its name on the hub. Every renderer except ``bytes`` needs it."""
     renderer_options: Json = {}
     """Variables of the chat template, or fields of the family's configuration, such as ``{"enable_thinking": false}``.
@@ -267,14 +301,14 @@ class PolicySpec(_Model):
     adapter: Name | None = None
     """Name of the trained LoRA adapter: versions are announced with weights of kind ``adapter``. Default none: the base
     itself is trained."""
-    adapters: list[AdapterSpec] = []
+    adapters: Annotated[list[AdapterSpec], Entries()] = []
     """Frozen adapters that play agents. Default: none."""
     max_adapters: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Adapters that each server holds at a time; pinned ones and those in use may exceed it. Default: the number that a
     server can run at a time by its metrics (vLLM's ``--max-loras``)."""
-    agents: dict[str, AgentSpec] = {}
+    agents: Annotated[dict[Label, AgentSpec], Entries()] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
-    scorers: dict[Name, ScorerSpec] = {}
+    scorers: Annotated[dict[Name, ScorerSpec], Entries()] = {}
     """Policies that score every token of each row; a row has their logprobs as the array ``logprobs.NAME``. Default:
     none."""
 
@@ -314,13 +348,13 @@ class PolicySpec(_Model):
 class SamplingSpec(_Model):
     """The sampling parameters."""
 
-    temperature: float = Field(default=1.0, ge=0)
-    """Temperature, a plain number; 0 is greedy. Default 1: logprobs are those of the policy itself."""
+    temperature: Temperature = 1.0
+    """Temperature: 0, which is greedy, or 0.01 to 100. Default 1: logprobs are those of the policy itself."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass. Default 1: no cut."""
     max_tokens: int = Field(default=512, ge=1, le=MAX_COUNT)
     """Most tokens sampled in a turn. Default 512."""
-    stop: list[str] = []
+    stop: Annotated[list[Annotated[str, Text(MAX_REFERENCE, lines=True)]], Entries()] = []
     """Stop strings. Default: only the renderer's end-of-turn token."""
     structured_outputs: Json | None = None
     """Format of every output, in vLLM's form: ``{"json": SCHEMA}``, or with ``regex``, ``choice`` or ``grammar``.
@@ -341,13 +375,13 @@ class LimitSpec(_Model):
     """Most turns of an episode, over all agents. Default 64."""
     max_context_tokens: int = Field(default=32768, ge=1, le=MAX_COUNT)
     """Most tokens of a segment, prompt included. Default 32768."""
-    working_time_s: float = Field(default=600.0, gt=0)
+    working_time_s: Seconds = 600.0
     """Working time of an episode in seconds, without waits. Default 600."""
-    environment_timeout_s: float = Field(default=60.0, gt=0)
+    environment_timeout_s: Seconds = 60.0
     """Deadline of one reset or step in seconds. Default 60. Exceeding it is an environment failure."""
-    policy_timeout_s: float = Field(default=300.0, gt=0)
+    policy_timeout_s: Seconds = 300.0
     """Deadline of one policy request in seconds. Default 300. Exceeding it is a policy failure."""
-    episode_timeout_s: float = Field(default=3600.0, gt=0)
+    episode_timeout_s: Seconds = 3600.0
     """Wall-clock deadline of an attempt in seconds. Default 3600. Exceeding it is an infrastructure failure."""
 
 
@@ -393,9 +427,9 @@ class RunSpec(_Model):
 
     name: Name
     """Name of the run; unique in a data directory."""
-    environments: list[EnvironmentSpec] = []
+    environments: Annotated[list[EnvironmentSpec], Field(fail_fast=True), Entries(MAX_MIXTURE)] = []
     """The mixture from which tasks are drawn without end. Default: none."""
-    tasks: list[TaskSpec] | None = None
+    tasks: Annotated[list[TaskSpec], Field(fail_fast=True)] | None = None
     """A fixed list of tasks, in this order. Default: none."""
     epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the fixed list. Default 1."""
@@ -405,9 +439,9 @@ class RunSpec(_Model):
     """Episodes of a group. Default 1, which estimators without groups need."""
     batch_size: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Episodes of a batch; a batch is ⌈batch_size / group_size⌉ whole groups. Default 32."""
-    batch_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
+    batch_tokens: Size | None = None
     """Size of a batch in tokens of its rows; if given, it replaces ``batch_size``. Default: none."""
-    bin_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
+    bin_tokens: Size | None = None
     """Most tokens of a bin. The rows of a batch are packed into bins, first-fit decreasing; the batch has the bin of
     each row. A group with a longer row is retired. Default none: each row is its own bin."""
     max_staleness: int = Field(default=1, ge=0, le=MAX_COUNT)
@@ -417,7 +451,7 @@ class RunSpec(_Model):
     """Number of times that a group is served and acked. Default 1."""
     max_concurrent: int = Field(default=4096, ge=1, le=MAX_COUNT)
     """Most episodes dispatched at a time. Default 4096; usually staleness bounds admission earlier."""
-    max_bytes: int = Field(default=4 << 30, ge=1, le=MAX_INTEGER)
+    max_bytes: Size = 4 << 30
     """Bytes that groups in flight may hold, reservations included. Default 4 GiB."""
     selection: SelectionSpec = SelectionSpec()
     """Selection of eligible groups for a batch."""
@@ -426,7 +460,7 @@ class RunSpec(_Model):
     short_groups: Literal["top_up", "serve", "drop"] = "top_up"
     """Treatment of a group with a permanently failed member: ``top_up``, a new member is added while staleness allows;
     ``serve``, it is served with its true size; ``drop``, it is dropped and another is admitted. Default top_up."""
-    partial_after_s: float | None = Field(default=None, gt=0)
+    partial_after_s: Seconds | None = None
     """Seconds that a group waits for its other members after the first one ended. Then these are cancelled, and the
     group is served with its true size. Default none: it waits for all."""
     zero_variance: Literal["keep", "drop", "replace"] = "keep"
@@ -447,22 +481,15 @@ class RunSpec(_Model):
     """Attempts and quarantine."""
     pool: Name = "default"
     """Pool of the workers that run its episodes. Default ``default``."""
-    capabilities: list[str] = []
+    capabilities: Annotated[list[Label], Entries()] = []
     """Capabilities that a worker must have, such as ``["reasoning-gym"]``. Default: none; environments of the families
     ``code`` and ``python`` always need ``sandbox``."""
-    attempt_lease_s: float = Field(default=30.0, gt=0)
-    """Term of an attempt lease in seconds; a worker's heartbeat renews it. Default 30."""
-    batch_lease_s: float = Field(default=300.0, gt=0)
-    """Term of a batch lease in seconds; the learner's activity reports renew it. Default 300."""
+    attempt_lease_s: LeaseTerm = 30.0
+    """Term of an attempt lease in seconds, 0.1 or more; a worker's heartbeat renews it. Default 30."""
+    batch_lease_s: LeaseTerm = 300.0
+    """Term of a batch lease in seconds, 0.1 or more; the learner's activity reports renew it. Default 300."""
     evaluation_slots: float = Field(default=0.25, ge=0, le=1)
     """Share of slots that evaluation episodes may take if training needs them too. Default 0.25."""
-
-    @field_validator("environments")
-    @classmethod
-    def _weights_are_finite(cls, value: list[EnvironmentSpec]) -> list[EnvironmentSpec]:
-        if value and not math.isfinite(sum(entry.weight for entry in value)):
-            raise ValueError("the sum of the weights is not finite")
-        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -499,20 +526,36 @@ class RunSpec(_Model):
         return 1 if self.batch_tokens is not None else math.ceil(self.batch_size / self.group_size)
 
 
+def field_problems(error: ValidationError) -> list[dict[str, str]]:
+    """The first ``MAX_PROBLEMS`` invalid fields, with the allowed values."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return [
+        {
+            "field": ".".join(str(part)[:MAX_LABEL] for part in item["loc"]) or "(spec)",
+            "problem": item["msg"].removeprefix("Value error, ")[:MAX_PROBLEM_CHARS],
+        }
+        for item in found[:MAX_PROBLEMS]
+    ]
+
+
 def parse_run_spec(value: Any) -> RunSpec:
-    """Parse a RunSpec from plain JSON data. Raises InvalidRunSpec, which names every invalid field and the allowed
+    """Parse a new RunSpec from plain JSON data. Raises InvalidRunSpec, which names every invalid field and the allowed
     values."""
+    return _parse(value, None)
+
+
+def read_run_spec(value: Any) -> RunSpec:
+    """Read a RunSpec that a service accepted, possibly an earlier version with wider bounds. Raises InvalidRunSpec."""
+    return _parse(value, STORED)
+
+
+def _parse(value: Any, context: dict[str, bool] | None) -> RunSpec:
     try:
-        return RunSpec.model_validate(value)
+        return RunSpec.model_validate(value, context=context)
     except ValidationError as error:
-        problems = [
-            {
-                "field": ".".join(str(part) for part in item["loc"]) or "(spec)",
-                "problem": item["msg"].removeprefix("Value error, "),
-            }
-            for item in error.errors(include_url=False, include_input=False, include_context=False)
-        ]
+        problems = field_problems(error)
         text = "; ".join(f"{item['field']}: {item['problem']}" for item in problems)
+        text += f"; and {error.error_count() - len(problems)} more" if error.error_count() > len(problems) else ""
         raise InvalidRunSpec(
             f"The run spec is not valid: {text.removesuffix('.')}.",
             hint="`headrace run --schema` prints every field with its unit and default.",

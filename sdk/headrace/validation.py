@@ -8,6 +8,8 @@
   most 1e12 in magnitude.
 * One terminal record: status, stop reason and the last turn's flags agree.
 * Versions are known: version runs cover every segment completely.
+* Every value can be written by every exporter: the id fits a URL, numbers are finite and fit their columns, data is
+  plain JSON.
 * Assets are listed: every asset to which a message, a placeholder or a segment refers, once each.
 
 A message names the segment, the turn and the position. The check takes a few microseconds for a short record, and one
@@ -17,6 +19,7 @@ pass of vector instructions per array for a long one.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.assets import is_asset_name
+from headrace.bounds import MAX_COUNT, MAX_EXACT, MAX_RECORD_NESTING, require_plain
 from headrace.errors import (
     FailureHasReward,
     InvalidTrajectory,
@@ -51,6 +55,8 @@ SHORT_TOKENS = 32
 MANY_TURNS = 4
 """Number of turns from which one pass over all tokens is faster than a NumPy call for each gap between turns."""
 
+_is_id = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z").match
+
 _STOP_REASONS = {
     "finished": ("terminated",),
     "truncated": ("environment_truncated", "max_turns", "max_tokens", "working_time"),
@@ -62,6 +68,7 @@ _STOP_REASONS = {
 def validate(trajectory: Trajectory) -> None:
     """Check a trajectory. Raises the subclass of InvalidTrajectory for the first broken invariant."""
     _check_status(trajectory)
+    _check_values(trajectory)
     assets = _check_assets(trajectory)
     indices: set[int] = set()
     vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
@@ -69,6 +76,7 @@ def validate(trajectory: Trajectory) -> None:
     for position, segment in enumerate(trajectory.segments):
         where = f"Segment {position} ({segment.agent})"
         n = _check_arrays(where, segment)
+        _check_sampling(where, segment)
         _check_spans(where, segment, n, indices)
         _check_tokens(where, segment, n, vocab_size)
         _check_logprobs(where, segment, n)
@@ -106,11 +114,40 @@ def _check_status(trajectory: Trajectory) -> None:
         )
 
 
+def _check_values(trajectory: Trajectory) -> None:
+    """Check the values outside of segments that an exporter, a listing or a URL could not hold."""
+    if _is_id(trajectory.id) is None:
+        raise InvalidTrajectory(
+            f"The trajectory id {trajectory.id[:80]!r} is not valid.",
+            hint="An id has 1 to 200 letters, digits, dots, hyphens and underscores; the first is a letter or a digit.",
+        )
+    if not (0 <= trajectory.member <= MAX_COUNT and 0 <= trajectory.attempt <= MAX_COUNT):
+        raise InvalidTrajectory(f"Member {trajectory.member} or attempt {trajectory.attempt} is not a count.")
+    tokenizer = trajectory.tokenizer
+    if tokenizer is not None and not 0 <= tokenizer.vocab_size <= MAX_COUNT:
+        raise InvalidTrajectory(f"A vocabulary of {tokenizer.vocab_size} tokens is not possible.")
+    timing = trajectory.timing
+    total_s = timing.wall_s + timing.working_s + timing.policy_s + timing.environment_s + timing.waiting_s
+    if not abs(total_s) < math.inf:
+        raise NonFiniteValue("A duration of the timing is not a finite number.")
+    if trajectory.infos:
+        _check_plain("The infos", trajectory.infos)
+
+
+def _check_plain(what: str, value: Any) -> None:
+    try:
+        require_plain(value, MAX_RECORD_NESTING)
+    except ValueError as error:
+        raise InvalidTrajectory(
+            f"{what} cannot be stored as JSON: {error}.", hint="Store plain JSON values."
+        ) from error
+
+
 def _check_assets(trajectory: Trajectory) -> set[str]:
     """The names of all assets, after checking that they are valid and include every image."""
     names = {asset.name for asset in trajectory.assets}
     for asset in trajectory.assets:
-        if not is_asset_name(asset.name) or asset.size_bytes <= 0:
+        if not is_asset_name(asset.name) or not 0 < asset.size_bytes <= MAX_EXACT:
             raise InvalidTrajectory(
                 f"The asset {asset.name[:80]!r} of {asset.size_bytes} bytes is not valid.",
                 hint="An asset is not empty, and its name is the SHA-256 of its bytes in lower-case hexadecimal.",
@@ -120,6 +157,8 @@ def _check_assets(trajectory: Trajectory) -> set[str]:
             "An asset is listed twice.", hint="List each asset once, even if it is shown several times."
         )
     for number, message in enumerate(trajectory.messages):
+        if not -1 <= message.turn <= MAX_COUNT:
+            raise InvalidTrajectory(f"Message {number} is of turn {message.turn}, which is not a turn's index.")
         if isinstance(message.content, str):
             continue
         for part in message.content:
@@ -153,6 +192,14 @@ def _check_arrays(where: str, segment: Segment) -> int:
     return int(shape[0])
 
 
+def _check_sampling(where: str, segment: Segment) -> None:
+    sampling = segment.sampling
+    if not (0 <= sampling.temperature < math.inf and 0 <= sampling.top_p <= 1):
+        raise NonFiniteValue(
+            f"{where}: temperature {sampling.temperature} and top_p {sampling.top_p} are not sampling parameters."
+        )
+
+
 def _check_dtype(where: str, name: str, array: Any, dtype: np.dtype[Any]) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
@@ -182,7 +229,9 @@ def _check_spans(where: str, segment: Segment, n: int, indices: set[int]) -> Non
                 + (", and another turn has that index." if index in indices else "."),
                 hint="Turns are numbered over the whole episode, upwards within a segment.",
             )
-        if turn.continued and not start < turn.continued[0] <= turn.continued[-1] < end:
+        if turn.continued and not (
+            start < turn.continued[0] and turn.continued[-1] < end and turn.continued == sorted(turn.continued)
+        ):
             raise SpansDoNotCover(
                 f"{where}, turn {index}: sampling continued at {turn.continued}, outside its span [{start}, {end}).",
                 hint="A turn continues after its first token and before its end.",
@@ -191,7 +240,13 @@ def _check_spans(where: str, segment: Segment, n: int, indices: set[int]) -> Non
         expected[start:end] = b"\1" * (end - start)
         if turn.reward_parts or not (turn.reward.__class__ is float and abs(turn.reward) <= MAX_REWARD):
             _check_rewards(where, turn)
+        if turn.tool_calls:
+            _check_tool_calls(where, turn)
+        if not abs(turn.policy_s + turn.environment_s) < math.inf:
+            raise NonFiniteValue(f"{where}, turn {index}: a duration is not a finite number.")
         last_index, last_end = index, end
+    if last_index > MAX_COUNT:
+        raise NotAppendOnly(f"{where}: the turn index {last_index} is not a count.")
     if segment.sampled.tobytes() != expected:
         wrong = int(np.flatnonzero(segment.sampled != np.frombuffer(expected, np.uint8))[0])
         raise SpansDoNotCover(
@@ -199,6 +254,14 @@ def _check_spans(where: str, segment: Segment, n: int, indices: set[int]) -> Non
             + ("a turn covers it." if expected[wrong] else "no turn covers it."),
             hint="sampled is 1 inside the turns' spans and 0 elsewhere.",
         )
+
+
+def _check_tool_calls(where: str, turn: Turn) -> None:
+    for call in turn.tool_calls:
+        what = f"{where}, turn {turn.index}: a call of {call.name[:80]!r}"
+        if not math.isfinite(call.duration_s):
+            raise NonFiniteValue(f"{what}: the duration is not a finite number.")
+        _check_plain(what, call.arguments)
 
 
 def _check_rewards(where: str, turn: Turn) -> None:

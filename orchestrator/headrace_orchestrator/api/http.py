@@ -21,9 +21,10 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from headrace.bounds import MAX_REFERENCE, require_text
 from headrace.errors import InvalidRequest, RequestTooLarge
 from headrace.server.uvicorn_protocol import BodyParts
-from headrace.wire.messages import HEADER_EPOCH
+from headrace.wire.messages import HEADER_EPOCH, Weights
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.waiters import ClientDisconnected
 
@@ -141,6 +142,9 @@ def _require_storable(value: msgspec.Struct) -> None:
         text = getattr(value, name, None)
         if isinstance(text, str):
             require_name(name, text)
+    weights = getattr(value, "weights", None)
+    if isinstance(weights, Weights):
+        _require_path("weights.path", weights.path)
     try:
         msgspec.msgpack.encode(value)
     except (OverflowError, RecursionError) as error:
@@ -150,6 +154,13 @@ def _require_storable(value: msgspec.Struct) -> None:
             + ("is a number beyond 64 bits." if field else "is nested too deeply."),
             hint="/docs shows its schema.",
         ) from error
+
+
+def _require_path(field: str, path: str) -> None:
+    try:
+        require_text(path, most=MAX_REFERENCE)
+    except ValueError as error:
+        raise InvalidRequest(f"The field {field} is not valid: {error}.", hint="Give the path of a folder.") from error
 
 
 def _unstorable(value: Any, path: str = "") -> str:

@@ -11,7 +11,7 @@ import msgspec
 from rich.markup import escape
 
 from headrace.errors import UnknownBatch
-from headrace.runspec import parse_run_spec
+from headrace.runspec import read_run_spec
 from headrace.trajectory import ContentPart, Message, Status, Trajectory, Turn, Version
 from headrace.wire import messages as wire
 from headrace_orchestrator.cli.output import (
@@ -114,7 +114,7 @@ def show(trajectory: str, url: str | None, token: str | None) -> None:
     """
     with connect(url, token) as client:
         record = client.trajectory(trajectory)
-        gamma = parse_run_spec(client.run(record.run).spec).estimator.gamma
+        gamma = read_run_spec(client.run(record.run).spec).estimator.gamma
         try:
             batch = client.advantages(trajectory)
         except UnknownBatch:

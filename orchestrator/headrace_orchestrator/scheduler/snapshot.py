@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
+from headrace.spec_bounds import STORED
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import EvaluationEpisode, Weights
 from headrace_orchestrator.scheduler.state.batches import ClosedBatch, LearnerSessions, OpenBatch
@@ -304,7 +305,7 @@ def _require_format(number: int) -> None:
 
 
 def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run:
-    run = Run(RunSpec.model_validate(stored.spec), state.bounds, state.episodes)
+    run = Run(RunSpec.model_validate(stored.spec, context=STORED), state.bounds, state.episodes)
     episodes = state.episodes
     _fill(run, stored.run)
     _set(run.versions, stored.versions)

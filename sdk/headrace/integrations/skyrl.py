@@ -18,11 +18,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.bounds import MAX_COUNT
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
 from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
 from headrace.integrations.trainer_sampling import require_run_sampling
-from headrace.runspec import MAX_COUNT
 
 
 class HeadraceGenerator:

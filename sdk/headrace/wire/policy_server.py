@@ -99,8 +99,8 @@ def canonical_address(text: str) -> str:
     if text.startswith(DNS_PREFIX) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
         return base_url(text)
     raise ValueError(
-        f"{text!r} is not the address of a policy server: give its base address, as in http://127.0.0.1:8471, or the "
-        f"DNS name and port of several servers, as in {DNS_PREFIX}vllm:8000"
+        f"{text[:200]!r} is not the address of a policy server: give its base address, as in http://127.0.0.1:8471, "
+        f"or the DNS name and port of several servers, as in {DNS_PREFIX}vllm:8000"
     )
 
 

@@ -18,7 +18,7 @@ from headrace.assets import AssetData
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
 from headrace.http.client import HttpClient, NoResponse, Unreachable
 from headrace.http.problems import read_problem
-from headrace.runspec import RunSpec, parse_run_spec
+from headrace.runspec import RunSpec, read_run_spec
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
 
@@ -106,7 +106,7 @@ class OrchestratorConnection:
     async def run_spec(self, run: str) -> RunSpec:
         """Fetch the spec of a run. Raises UnknownRun, InvalidRunSpec."""
         body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
-        return parse_run_spec(_decode(body, messages.RunStatus).spec)
+        return read_run_spec(_decode(body, messages.RunStatus).spec)
 
     async def servers(self, run: str, revision: int, wait_s: float) -> messages.PolicyServersReply:
         """Fetch the policy servers of a run; waits up to ``wait_s`` for a newer revision. Raises UnknownRun."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.runspec import RunSpec
+from headrace.spec_bounds import STORED
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run
@@ -15,7 +16,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
 def run_created(state: SchedulerState, event: events.RunCreated, now: float) -> None:
-    state.add_run(Run(RunSpec.model_validate(event.spec), state.bounds, state.episodes))
+    state.add_run(Run(RunSpec.model_validate(event.spec, context=STORED), state.bounds, state.episodes))
 
 
 def run_closed(state: SchedulerState, event: events.RunClosed, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.bounds import MAX_TEMPERATURE, MIN_TEMPERATURE
 from headrace.errors import Conflict, InvalidRequest, UnknownEvaluation, VersionUnknown
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
@@ -22,6 +23,10 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
     if not tasks or not 1 <= request.episodes_per_task <= MAX_GROUP_SIZE or not request.deadline_s > 0:
         raise InvalidRequest(
             f"An evaluation needs tasks, 1 to {MAX_GROUP_SIZE} episodes of each, and a deadline above 0 seconds."
+        )
+    if request.temperature is not None and 0 < request.temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"The temperature is {request.temperature}; it is 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}."
         )
     episodes = len(tasks) * request.episodes_per_task
     if episodes > MAX_REQUEST_EPISODES:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.errors import Conflict, GroupExists, InvalidRequest
-from headrace.runspec import TaskSpec
+from headrace.runspec import TaskSpec, field_problems
 from headrace.trajectory import Task
 from headrace.wire import messages
 from headrace_orchestrator.scheduler.commands import follow_ups
@@ -30,7 +30,7 @@ def parse_task(value: dict[str, Any], name: str) -> Task:
     try:
         spec = TaskSpec.model_validate(value)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        problems = "; ".join(f"{item['field']}: {item['problem']}" for item in field_problems(error))
         hint = "A task names its environment and seed."
         raise InvalidRequest(f"The task is invalid: {problems}.", hint=hint) from error
     return Task(

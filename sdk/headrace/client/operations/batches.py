@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from headrace.batch.batch import Batch
+from headrace.bounds import MAX_REFERENCE
 from headrace.client.leases import BatchLeases
 from headrace.client.operations.runs import RunOperations
 from headrace.client.operations.trajectories import TrajectoryOperations
@@ -252,7 +253,7 @@ class BatchOperations(RunOperations, TrajectoryOperations):
 
     def _nack(self, batch: Batch, reason: str, retry_for_s: float | None) -> Operation[None]:
         body = messages.NackRequest(
-            learner=self.learner, session=self.session, generation=batch.generation, reason=reason
+            learner=self.learner, session=self.session, generation=batch.generation, reason=reason[:MAX_REFERENCE]
         )
         path = ("runs", batch.run, "batches", batch.id, "nack")
         try:

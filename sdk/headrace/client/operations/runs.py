@@ -8,7 +8,7 @@ from typing import Any
 from headrace.client.operations.retries import RetryingOperations
 from headrace.client.requests import Operation
 from headrace.errors import RunExists
-from headrace.runspec import RunSpec, parse_run_spec
+from headrace.runspec import RunSpec, parse_run_spec, read_run_spec
 from headrace.wire import messages
 
 
@@ -23,7 +23,7 @@ class RunOperations(RetryingOperations):
             if not (exist_ok or error.extra.get("repeated")):
                 raise
             existing = yield from self.run(parsed.name)
-            other = parse_run_spec(existing.spec)
+            other = read_run_spec(existing.spec)
             if other != parsed:
                 fields = [name for name in type(parsed).model_fields if getattr(other, name) != getattr(parsed, name)]
                 raise RunExists(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.wire.messages.fields import Labels, Note
 from headrace.wire.messages.versions import Weights
 
 Doing = Literal["waiting", "training", "evaluating", "checkpointing", "idle"]
@@ -35,8 +36,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     shard: int = 0
     shards: int = 1
     batch: str = ""
-    environments: list[str] = []
-    tags: list[str] = []
+    environments: Labels = []
+    tags: Labels = []
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,7 +113,7 @@ class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     learner: str
     session: str
     generation: int
-    reason: str
+    reason: Note
 
 
 class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

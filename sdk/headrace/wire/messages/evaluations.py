@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.trajectory import Failure, Status, Task
+from headrace.wire.messages.fields import Duration, Temperature
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -17,8 +18,9 @@ class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     episodes_per_task: int = 1
     version: str = ""
     """Default: the current version."""
-    temperature: float | None = None
-    deadline_s: float = 600.0
+    temperature: Temperature | None = None
+    """Default: the run's. 0, or ``MIN_TEMPERATURE`` and more."""
+    deadline_s: Duration = 600.0
 
 
 class EvaluationEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.wire.messages.fields import Reference
+
 PolicyServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
 """unknown: not contacted yet. serving: takes requests. syncing: paused for new weights. draining: finishes its requests
 and takes no new ones. ejected: takes no requests until it confirms an expected version."""
@@ -47,4 +49,4 @@ class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_default
 class PolicyServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Adds, drains or removes a policy server of a run. ``address``: as in ``policy.endpoints``."""
 
-    address: str
+    address: Reference

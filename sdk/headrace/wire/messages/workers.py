@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.trajectory import Task
+from headrace.wire.messages.fields import Gauges, Labels
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
@@ -31,10 +32,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     worker: str
     pool: str = "default"
-    capabilities: list[str] = []
+    capabilities: Labels = []
     slots: Slots
     """All slots of the worker."""
-    free: int
+    free: Annotated[int, msgspec.Meta(ge=-(1 << 20), le=1 << 20)]
     """Free slots: at most that many attempts are granted."""
     holding: list[AttemptKey] | None = None
     wait_s: float = 0.0
@@ -89,7 +90,7 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     pool: str = "default"
     slots: Slots
     holding: list[AttemptKey] = []
-    stats: dict[str, float] = {}
+    stats: Gauges = {}
     """Gauges of the worker: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; and
     counters since its start: ``control_tokens`` that texts of environments spelled, and for each policy server
     ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``."""

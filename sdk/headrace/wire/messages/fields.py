@@ -1,0 +1,29 @@
+"""Types of fields of requests, with the bounds that their decoder checks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from headrace.bounds import MAX_ENTRIES, MAX_LABEL, MAX_REFERENCE, MAX_SECONDS, MAX_TEMPERATURE
+
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+
+Labels = Annotated[list[Label], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+Reference = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REFERENCE)]
+"""A path, an address, or another text of one line."""
+
+Note = Annotated[str, msgspec.Meta(max_length=MAX_REFERENCE)]
+"""A text for people."""
+
+Duration = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+"""Seconds."""
+
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)]
+
+Gauges = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=MAX_REFERENCE)], float], msgspec.Meta(max_length=MAX_ENTRIES)
+]
+"""Numbers by name."""
