@@ -3,6 +3,7 @@
 * An environment has ``reset(seed)`` and ``step(action)``; either may be a coroutine.
 * The seed given to ``reset`` determines the environment completely: same seed, same actions, same episode.
 * Each environment has its own random generator; no global generator is seeded or used.
+* ``grade()`` is optional: it is called once, when a limit of the run ends an episode, and grades the state reached.
 * A reward is a finite float. If both terminated and truncated are true, the episode is terminated.
 * Other packages register environments by the entry point group ``headrace.environments``.
 * An id ``family:*`` registers a whole family: the text after the colon is the factory's first argument.
@@ -22,6 +23,7 @@ The protocol is that of Gymnasium and GEM, so that their environments work uncha
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -53,6 +55,11 @@ class Step(NamedTuple):
     info: dict[str, Any]
 
 
+Grade = float | tuple[float, dict[str, Any]] | None
+"""The result of ``grade``: a reward, or a pair of reward and info; None to leave the rewards as they are. The reward is
+added to that of the agent's last turn. With several agents, both are dicts by agent."""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """A function call in an action. ``text`` is its original text; ``error`` says why it cannot be parsed, if so."""
 
@@ -80,7 +87,7 @@ class Action(str):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A single-agent environment. ``close()`` is optional.
+    """A single-agent environment. ``close()`` and ``grade() -> Grade`` are optional; either may be a coroutine.
 
     ``info["tools"]`` of ``reset`` may list JSON schemas of functions that the policy may call. The renderer shows them
     to the policy, and a call is part of the action's text. With ``reads_calls = True`` on the class an action is an
@@ -108,6 +115,7 @@ class MultiAgentEnvironment(Protocol):
     * ``reset`` returns the first observation of each agent; ``step(action)`` takes the next agent's action.
     * ``step`` returns five dicts by agent. A reward for an agent that did not act belongs to that agent's last turn, or
       to its first turn if it has none yet. An observation for an agent is added to its next prompt.
+    * ``grade()`` is optional, and returns rewards by agent, or a pair of rewards and infos, both by agent.
     """
 
     agents: list[str]
@@ -119,6 +127,19 @@ class MultiAgentEnvironment(Protocol):
     def step(
         self, action: str
     ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Any]]: ...
+
+
+def grade_of(environment: Any) -> Callable[[], Any] | None:
+    """The environment's ``grade``; None if it has none. A method of this name that needs arguments is something
+    else."""
+    grade = getattr(environment, "grade", None)
+    if not callable(grade):
+        return None
+    try:
+        inspect.signature(grade).bind()
+    except (TypeError, ValueError):
+        return None
+    return cast("Callable[[], Any]", grade)
 
 
 EnvironmentFactory = Callable[..., Environment | MultiAgentEnvironment]

@@ -172,3 +172,20 @@ def test_policy_servers_beyond_the_busiest_share_a_label():
     lines = Metrics(lambda: status).exposition().decode().splitlines()
     assert 'headrace_policy_requests{server="other"} 3.0' in lines  # the sum of the two smallest, 1 and 2
     assert len([line for line in lines if line.startswith("headrace_policy_requests{")]) == MAX_SERVER_LABELS + 1
+
+
+def test_control_tokens_that_environments_spelled_are_added_up_for_each_pool():
+    workers = [
+        messages.WorkerStatus(
+            worker=name, pool=pool, capabilities=[], slots=1, leased=0, seen_s=0.0, draining=False, stats=stats
+        )
+        for name, pool, stats in (
+            ("a", "gpu", {"control_tokens": 2.0}),
+            ("b", "gpu", {"control_tokens": 3.0}),
+            ("c", "cpu", {}),
+        )
+    ]
+    status = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=workers, store={})
+    lines = Metrics(lambda: status).exposition().decode().splitlines()
+    assert 'headrace_pool_control_tokens{pool="gpu"} 5.0' in lines
+    assert 'headrace_pool_control_tokens{pool="cpu"} 0.0' in lines

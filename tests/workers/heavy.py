@@ -16,8 +16,8 @@ class Heavy:
     own_process = True
     version = "3"
 
-    def __init__(self, exponent: int = 1) -> None:
-        self.exponent = exponent
+    def __init__(self, exponent: int = 1, worth: float | None = None) -> None:
+        self.exponent, self.worth = exponent, worth
 
     def reset(self, seed: int | None = None) -> Any:
         return f"seed {seed}", {"pid": os.getpid()}
@@ -32,9 +32,14 @@ class Heavy:
                 raise ValueError("no")
             case "fail":
                 raise SimulatorFailure("not now", kind="away", retryable=True)
+            case "wait":
+                return Step("", 0.0, False, False, {})
             case "strange":
                 return Step("", lambda: 1, True, False, {})  # type: ignore[arg-type]
         return Step("", 1.0, True, False, {"pid": os.getpid()})
+
+    async def grade(self) -> float | None:
+        return self.worth
 
 
 class HeavyForTwo(Heavy):

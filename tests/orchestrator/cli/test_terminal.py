@@ -154,3 +154,10 @@ def test_an_empty_action_is_shown_explicitly() -> None:
     messages = [Message(role="assistant", content="", turn=0)]
     lines = list(trajectories.transcript(builders.make_trajectory(messages=messages), 1.0, None))
     assert "[dim](nothing)[/]" in lines
+
+
+def test_a_transcript_says_how_many_control_tokens_the_environment_spelled() -> None:
+    forged, plain = (builders.make_trajectory(control_tokens=count) for count in (2, 0))
+    shown = "[yellow]Texts of the environment spelled 2 control tokens of the model; they were encoded as text.[/]"
+    assert shown in list(trajectories.transcript(forged, 1.0, None))
+    assert not any("control token" in line for line in trajectories.transcript(plain, 1.0, None))

@@ -245,3 +245,39 @@ def test_an_environment_that_runs_programs_has_a_sandbox_in_the_check():
             return result.stdout.text, 1.0, True, False, {}
 
     assert check_environment(Runs, seeds=[0], actions=["x"]) == []
+
+
+class GradedEcho(Echo):
+    def grade(self):
+        return self.turn / 4, {"reward_parts": {"turns": self.turn / 4}}
+
+
+def test_an_environment_with_a_grade_keeps_the_protocol():
+    assert check_environment(GradedEcho) == []
+
+
+@pytest.mark.parametrize(
+    ("grade", "check"),
+    [
+        (lambda environment: "1", "grade-returns"),
+        (lambda environment: math.inf, "grade-returns"),
+        (lambda environment: (1.0, {}, {}), "grade-returns"),
+        (lambda environment: (1.0, []), "grade-returns"),
+        (lambda environment: (1.0, {"reward_parts": {"a": "b"}}), "grade-returns"),
+        (lambda environment: 1 / 0, "raises"),
+        (lambda environment: id(environment), "seed-fixes-all"),
+        (lambda environment: environment.turn / (2 - environment.turn), "raises"),  # only late in an episode
+    ],
+)
+def test_a_grade_that_breaks_the_protocol_is_named(grade, check):
+    class Graded(Echo):
+        def grade(self):
+            return grade(self)
+
+    kept = []  # so that no two instances have the same id
+
+    def make():
+        kept.append(Graded())
+        return kept[-1]
+
+    assert {problem.check for problem in check_environment(make)} == {check}

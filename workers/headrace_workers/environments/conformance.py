@@ -11,8 +11,10 @@ The checks, by the name in a violation:
 
 * ``reset-returns``: a pair of observation and info (a dict each for several agents).
 * ``step-returns``: five values of the right types; the reward and its parts are finite numbers. Both: text is Unicode.
-* ``seed-fixes-all``: same seed, same actions, same episode, on a fresh instance and on a used one, except for the
-  durations of tool calls.
+* ``grade-returns``: a reward that is a finite number, a pair of reward and info (a dict each for several agents), or
+  None, after the first turn and after the last one before the end.
+* ``seed-fixes-all``: same seed, same actions, same episode and grade, on a fresh instance and on a used one, except
+  for the durations of tool calls.
 * ``global-generators``: neither ``random`` nor ``numpy.random`` is seeded or drawn from.
 * ``fresh-objects``: a returned object does not change afterwards, and is not returned again.
 * ``own-state``: two instances played in alternation give the same episodes as each alone.
@@ -35,6 +37,7 @@ import msgspec
 import numpy as np
 
 from headrace.assets import Image
+from headrace.environment import grade_of
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
 from headrace_workers.environment_context import LOCAL_CONTEXT
@@ -167,7 +170,46 @@ def _problems(player: _EpisodePlayer, seed: int, plan: Sequence[str]) -> list[Vi
         if any(next(episode, None) != expected for episode in alternating):
             problems.append(Violation("own-state", "two instances played in alternation influence each other"))
             break
-    return problems
+    return problems + _problems_of_grade(player, seed, plan, alone)
+
+
+def _problems_of_grade(player: _EpisodePlayer, seed: int, plan: Sequence[str], alone: Sequence[Any]) -> list[Violation]:
+    """Grade the episode after its first turn, and after the last one that did not end it."""
+    environment = player.make()
+    several = hasattr(environment, "agents")
+    if grade_of(environment) is None:
+        return []
+    turns = len(alone) - 1
+    open_turns = turns - 1 if turns and _is_end(alone[-1], several) else turns
+    for cut in sorted({1, open_turns} - {0}) if open_turns else ():
+        first, second = (_grade_after(player, seed, plan[:cut], several) for _ in range(2))
+        if first != second:
+            return [Violation("seed-fixes-all", "a fresh instance with the same seed gave another grade")]
+    return []
+
+
+def _grade_after(player: _EpisodePlayer, seed: int, plan: Sequence[str], several: bool) -> Any:
+    environment = player.make()
+    list(player.steps(environment, seed, plan))
+    returned = player.call(environment.grade)
+    _check_grade(returned, several)
+    return copy.deepcopy(returned)
+
+
+def _check_grade(returned: Any, several: bool) -> None:
+    name = "grade-returns"
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise _CheckFailed(name, f"grade returned {_short(returned)}, not a reward or (reward, info)")
+    reward, info = returned if isinstance(returned, tuple) else (returned, {})
+    if reward is None:
+        return
+    for value in _values(reward, several, name):
+        if not _is_number(value):
+            raise _CheckFailed(name, f"the grade {_short(value)} is not a finite number")
+    if not isinstance(info, dict):
+        raise _CheckFailed(name, f"info is {_short(info)}, not a dict")
+    for agent_info in info.values() if several else (info,):
+        _check_parts(name, agent_info)
 
 
 def _check_reset(returned: Any, several: bool) -> None:

@@ -5,6 +5,7 @@ r"""Guess the number: find a secret number from hints "higher" and "lower".
 * A correct guess earns 1 and ends the game.
 * The last turn earns by nearness, ``1 - |guess - secret| / (high - low)``, or nothing with success_only.
 * The turn limit is a rule of the game: it terminates and never truncates.
+* A game that a limit of the run ends is graded by the nearness of its last guess.
 * Every hint is stated in full, so the transcript alone gives the state.
 * The seed determines the secret, and for the random variant the range.
 
@@ -72,6 +73,7 @@ class GuessTheNumber:
         self._target = drawn if self._fixed_target is None else self._fixed_target
         self._hints: dict[int, str] = {}
         self._turn = 0
+        self._last_guess: int | None = None
         self._running = True
         instructions = (
             f"Find the secret whole number from {low} to {high}, both ends included. You have {max_turns} guesses. "
@@ -88,13 +90,20 @@ class GuessTheNumber:
         guesses = _GUESS.findall(action)
         if not guesses:
             return self._end("No guess in the form \\boxed{number} was found.", "format_error", FORMAT_ERROR)
-        guess = int(guesses[-1])
+        guess = self._last_guess = int(guesses[-1])
         if guess == self._target:
             return self._end(f"{guess} is right, found with guess {self._turn}.", "win", 1.0)
         hint = self._hint(guess)
         if self._turn >= self._rules.max_turns:
             return self._end(f"{hint} That was the last guess.", "out_of_turns", self._nearness(guess))
         return Step(hint, 0.0, False, False, {"turn": self._turn})
+
+    def grade(self) -> tuple[float, dict[str, Any]] | None:
+        """Grade a game that a limit of the run ended, like one whose last guess was used."""
+        if not self._running or self._last_guess is None:
+            return None
+        reward = self._nearness(self._last_guess)
+        return reward, {"outcome": "cut_off", "target": self._target, "reward_parts": {"cut_off": reward}}
 
     def _draw_rules(self, rng: random.Random) -> _Rules:
         return self._fixed_rules

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environment import Observation, Step, make
+from headrace.environment import Observation, Step, grade_of, make
 from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace.trajectory import ContentPart, ToolCall
 from headrace_sandbox.result import ExecResult, Limits
@@ -101,6 +101,11 @@ class PythonTool:
         self._uses += 1
         result = await self.environment_context.sandbox.run_code(PythonProgram(code=program), self._limits)
         return self._result_step(program, result)
+
+    async def grade(self) -> Any:
+        """Grade the environment, if it has a grade."""
+        grade = grade_of(self._environment)
+        return None if grade is None else await self._call(grade)
 
     async def close(self) -> None:
         """Close the environment."""

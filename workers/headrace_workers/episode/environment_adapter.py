@@ -57,7 +57,7 @@ class NamedImage(NamedTuple):
 
 class EnvironmentAnswer(msgspec.Struct, frozen=True):
     """An answer of an environment, by agent, with its images. After a reset only observations, history and info are
-    set."""
+    set; after a grade, only rewards, their parts and info."""
 
     observations: dict[str, Content]
     rewards: dict[str, float]
@@ -152,6 +152,38 @@ def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
         kept,
         copier.assets,
     )
+
+
+def read_grade(result: Any) -> EnvironmentAnswer:
+    """Check and copy what ``grade`` of a single-agent environment returned."""
+    reward, info = _reward_and_info(result)
+    if reward is None:
+        return _no_grade()
+    parts, _, _, kept = _single_info(info, _ObservationCopier())
+    value = check_reward(reward, "The grade")
+    return _grade({AGENT: value}, parts or {AGENT: {"grade": value}}, kept)
+
+
+def read_grade_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
+    """Check and copy what ``grade`` of a multi-agent environment returned."""
+    rewards, info = _reward_and_info(result)
+    if rewards is None:
+        return _no_grade()
+    parts, _, _, kept = _info_by_agent(info, agents, _ObservationCopier())
+    values = {name: check_reward(value, f"The grade of {name}") for name, value in _by_agent(rewards, "grade", agents)}
+    return _grade(values, {name: parts.get(name, {"grade": value}) for name, value in values.items()}, kept)
+
+
+def _reward_and_info(result: Any) -> Any:
+    return _unpack(result, 2, "grade", "(reward, info)") if isinstance(result, tuple) else (result, {})
+
+
+def _grade(rewards: dict[str, float], parts: dict[str, dict[str, float]], info: dict[str, Any]) -> EnvironmentAnswer:
+    return EnvironmentAnswer({}, rewards, parts, {}, {}, {}, {}, info, [])
+
+
+def _no_grade() -> EnvironmentAnswer:
+    return _grade({}, {}, {})
 
 
 def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The environment driver: builds, resets and steps one environment, each within its deadline.
+"""The environment driver: builds, resets, steps and grades one environment, each within its deadline.
 
 * A blocking environment runs on a thread; one that declares ``blocking = False`` runs in the event loop; coroutines
   are awaited there. One that declares ``own_process = True`` runs in a separate process.
@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headrace.common.timeouts import timeout
-from headrace.environment import make
+from headrace.environment import grade_of, make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironment
 from headrace.trajectory import Task
 from headrace_workers.bounded_calls import BoundedCalls
@@ -109,6 +109,13 @@ class EnvironmentDriver:
         )
         return self._check("step", result, environment_adapter.read_step, environment_adapter.read_step_by_agent)
 
+    async def grade(self, timeout_s: float) -> EnvironmentAnswer:
+        """Ask for the grade of the state that a limit cut off; without rewards if the environment gives none. Raises
+        EnvironmentFailure."""
+        result = await self._call("grade", self._ask_for_grade, min(timeout_s, self._timeout_s))
+        answer = result if self.agents is None else (result, self.next_agent)
+        return self._check("grade", answer, environment_adapter.read_grade, environment_adapter.read_grade_by_agent)
+
     async def close(self) -> None:
         """Call the environment's ``close``, if it exists, unless the environment hangs. Raises EnvironmentFailure."""
         try:
@@ -136,6 +143,10 @@ class EnvironmentDriver:
             if task.environment in self._kinds.own_process:
                 return self._in_own_process(kwargs)
         return self._with_next_agent(environment.reset(task.seed))
+
+    def _ask_for_grade(self) -> Any:
+        grade = grade_of(self._environment)
+        return None if grade is None else grade()
 
     def _in_own_process(self, kwargs: dict[str, Any]) -> Awaitable[Any]:
         environment = self._environment = OwnProcessEnvironment(self._processes, self._task.environment, kwargs)

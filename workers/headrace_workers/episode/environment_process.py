@@ -1,6 +1,6 @@
 """The process that runs environments, one at a time.
 
-* It answers requests from the socket on its standard input: make, reset, step, close.
+* It answers requests from the socket on its standard input: make, reset, step, grade, close.
 * An exception of an environment is sent as text; the process continues.
 * It ends with the worker, even during a call.
 """
@@ -18,7 +18,7 @@ import struct
 import sys
 from typing import Any
 
-from headrace.environment import make
+from headrace.environment import grade_of, make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, HeadraceError
 from headrace_workers.episode.environment_adapter import name_images
 from headrace_workers.episode.error_text import describe_error
@@ -41,12 +41,15 @@ class EnvironmentHost:
         self._runner = asyncio.Runner()
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Make, reset, step or close the environment."""
+        """Make, reset, step, grade or close the environment."""
         if method == "make":
             return self._make(*arguments)
         if method == "close":
             close = getattr(self._environment, "close", None)
             return self._result(close) if close is not None else None
+        if method == "grade":
+            grade = grade_of(self._environment)
+            return self._result(grade) if grade is not None else None
         return name_images(self._result(getattr(self._environment, method), *arguments))
 
     def _make(self, environment_id: str, kwargs: dict[str, Any]) -> None:

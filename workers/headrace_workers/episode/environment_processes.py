@@ -77,6 +77,10 @@ class OwnProcessEnvironment:
         """Step the environment."""
         return await self._ask("step", str(action))
 
+    async def grade(self) -> Any:
+        """Grade the environment; None if it gives no grade."""
+        return await self._ask("grade")
+
     async def close(self) -> None:
         """Close the environment, and return its process."""
         process, self._process = self._process, None

@@ -4,6 +4,7 @@
   the record.
 * Terminated wins over truncated; the end of a budget is a truncation, the end of a deadline a failure. A prompt too
   long for the engine counts as the end of a budget.
+* At the end of a budget the environment is asked for a grade, which is added to the rewards of the last turns.
 * Working time is sampling and environment time; waits, also for a sandbox, do not count. Pauses for new weights do not
   count against any deadline.
 * A failure keeps the turns that were completed before it, and the message that led to it.
@@ -42,6 +43,9 @@ from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failure kinds that the episode's deadline may have caused, since it limits the time of each call."""
+
+LIMITS = frozenset({"max_turns", "max_tokens", "working_time"})
+"""Stop reasons of the run's own limits. The environment was not asked, and may have a grade."""
 
 CONTEXT_OVERFLOW = "context-overflow"
 """Failure kind of a prompt too long for the engine. It truncates the episode."""
@@ -143,8 +147,20 @@ class EpisodeRun:
         try:
             await self._run_turns()
         except _EpisodeOver as end:
+            if end.reason in LIMITS and self._turns:
+                await self._grade()
             return end
         raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
+
+    async def _grade(self) -> None:
+        """Add the environment's grade of the state in which a limit ended the episode."""
+        self._step = "Grading"
+        answer = await self._driver.grade(self._time_left())
+        self._step = ""
+        for name, reward in answer.rewards.items():
+            self._tracks[name].add_reward(reward, answer.reward_parts.get(name, {}))
+        if answer.info:
+            self._infos[-1]["grade"] = answer.info
 
     async def close(self) -> None:
         """Close the environment. Raises EnvironmentFailure; the finished record does not change."""
