@@ -52,7 +52,11 @@ class EnvironmentContext(Protocol):
 
 
 class LocalContext:
-    """The context of an environment outside a worker."""
+    """The context of an environment outside a worker. ``calls`` make its bounded calls; without them each call has a
+    process of its own, which no event loop needs to close."""
+
+    def __init__(self, calls: BoundedCalls | None = None) -> None:
+        self._calls = calls
 
     @property
     def sandbox(self) -> ProgramRunner:
@@ -64,7 +68,9 @@ class LocalContext:
         return await asyncio.to_thread(function, *arguments)
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call it in a new process."""
+        """Call it in a separate process."""
+        if self._calls is not None:
+            return await self._calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
         calls = BoundedCalls()
         try:
             return await calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)

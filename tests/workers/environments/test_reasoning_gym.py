@@ -10,7 +10,13 @@ import pytest
 import headrace
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra, SetupError, UnknownEnvironment
 from headrace_workers.environments import reasoning_gym
-from headrace_workers.environments.reasoning_gym import HASH_DEPENDENT, ReasoningGym
+from headrace_workers.environments.reasoning_gym import HASH_DEPENDENT, ReasoningGym, draw_task
+from headrace_workers.environments.reasoning_gym_scores import (
+    EXPRESSION_DATASETS,
+    LITERAL_DATASETS,
+    is_expression,
+    score,
+)
 
 pytestmark = pytest.mark.component("reasoning-gym")
 
@@ -53,8 +59,8 @@ def test_one_task_per_seed():
 def test_every_dataset_gives_the_same_tasks_in_another_process():
     code = (
         "import hashlib, sys\n"
-        "from headrace_workers.environments.reasoning_gym import ReasoningGym, HASH_DEPENDENT, _import_package\n"
-        "names = sorted(set(_import_package().DATASETS) - HASH_DEPENDENT - {'composite'})\n"
+        "from headrace_workers.environments.reasoning_gym import ReasoningGym, HASH_DEPENDENT, import_package\n"
+        "names = sorted(set(import_package().DATASETS) - HASH_DEPENDENT - {'composite'})\n"
         "tasks = [ReasoningGym(name).reset(seed) for name in names for seed in (0, 1)]\n"
         "print('\\n', len(names), hashlib.sha256(repr(tasks).encode()).hexdigest())\n"
     )
@@ -63,50 +69,90 @@ def test_every_dataset_gives_the_same_tasks_in_another_process():
     assert int(first.split()[-2]) >= 90  # some datasets print dots first
 
 
-def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_with_a_format_error():
+async def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_with_a_format_error():
     environment = ReasoningGym("leg_counting")
     question, _ = environment.reset(3)
     assert "\\boxed{answer}" in question
     answer = environment._entry["answer"]
-    step = environment.step(f"\\boxed{{0}} or \\boxed{{{answer}}}")
+    step = await environment.step(f"\\boxed{{0}} or \\boxed{{{answer}}}")
     assert (step.reward, step.terminated, step.truncated) == (1.0, True, False)
     environment.reset(3)
-    assert environment.step(str(answer)).reward == -0.1
+    assert (await environment.step(str(answer))).reward == -0.1
     with pytest.raises(EnvironmentFailure):
-        environment.step("again")
+        await environment.step("again")
 
 
 def test_the_reward_is_the_datasets_score_from_0_to_1():
-    environment = ReasoningGym("propositional_logic")
-    environment.reset(3)
-    assert 0.0 < environment.step("\\boxed{nonsense}").reward < 1.0
+    assert 0.0 < score("propositional_logic", {}, 3, "nonsense") < 1.0
 
 
-def test_an_answer_that_the_grader_cannot_parse_earns_0():
+async def test_an_answer_that_the_grader_cannot_parse_earns_0():
     environment = ReasoningGym("prime_factorization")
     environment.reset(0)
-    step = environment.step("\\boxed{nonsense}")
+    step = await environment.step("\\boxed{nonsense}")
     assert (step.reward, step.info["outcome"]) == (0.0, "unreadable")
 
 
-def test_a_grader_that_cannot_parse_its_own_answer_is_a_failure(monkeypatch):
-    environment = ReasoningGym("leg_counting")
+async def test_an_answer_that_exhausts_the_grader_earns_0_under_its_own_name(monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "SCORER_S", 0.5)
+    environment = ReasoningGym("coin_flip")
     environment.reset(0)
+    step = await environment.step("\\boxed{1e999999999}")
+    assert (step.reward, step.info["reward_parts"]) == (0.0, {"grader_exhausted": 0.0})
 
-    def broken(answer, entry):
+
+async def test_a_grader_that_cannot_parse_its_own_answer_is_a_failure(monkeypatch):
+    def broken(self, answer, entry):
         raise KeyError("no table")
 
-    monkeypatch.setattr(environment._dataset, "score_answer", broken)
-    with pytest.raises(EnvironmentFailure) as caught:
-        environment.step("\\boxed{4}")
+    monkeypatch.setattr(type(draw_task("leg_counting", {}, 0)[0]), "score_answer", broken)
+    reason = score("leg_counting", {}, 0, "4")
+    assert reason == "KeyError('no table')"
+
+    class BrokenGrader:
+        async def bounded(self, *arguments, **limits):
+            return reason
+
+    environment = ReasoningGym("leg_counting")
+    environment.environment_context = BrokenGrader()
+    environment.reset(0)
+    with pytest.raises(EnvironmentFailure, match="no table") as caught:
+        await environment.step("\\boxed{4}")
     assert (caught.value.kind, caught.value.retryable) == ("grader-error", False)
 
 
-def test_the_package_and_its_datasets_leave_the_global_generators_unchanged():
+@pytest.mark.parametrize("dataset", sorted(EXPRESSION_DATASETS | LITERAL_DATASETS))
+def test_an_answer_is_never_evaluated_as_a_program(dataset, tmp_path):
+    if dataset in HASH_DEPENDENT and not HASHES_ARE_FIXED:
+        pytest.skip("the dataset needs a fixed hash seed")
+    mark = tmp_path / "evaluated"
+    assert score(dataset, {}, 3, f"open({str(mark)!r}, 'w')") in (0.0, 0.01, 0.05)
+    assert not mark.exists()
+
+
+def test_lists_and_expressions_are_scored_as_before():
+    _, entry = draw_task("n_queens", {}, 3)
+    rows = [row.split() for row in entry["metadata"]["valid_answers"][0].split("\n")]
+    assert score("n_queens", {}, 3, repr(rows)) == 0.5
+    _, entry = draw_task("puzzle24", {}, 3)
+    assert score("puzzle24", {}, 3, entry["answer"]) == 1.0
+
+
+@pytest.mark.parametrize("text", ["x**2/2 + C", "sin(2*x)*exp(-x)", "-3.5 * (x^2)", "log(x)/sqrt(pi)"])
+def test_an_expression_has_numbers_operators_variables_and_known_functions(text):
+    assert is_expression(text)
+
+
+@pytest.mark.parametrize("text", ["exit()", "x.__class__", "chr(40)", "[1]", "'a'", "a_b", "x\x00", "input(1)", "x;y"])
+def test_anything_else_is_not_an_expression(text):
+    assert not is_expression(text)
+
+
+async def test_the_package_and_its_datasets_leave_the_global_generators_unchanged():
     before = random.getstate(), np.random.get_state()[1].tolist()
     environment = ReasoningGym("pool_matrix")
     environment.reset(0)
-    environment.step("\\boxed{1}")
+    await environment.step("\\boxed{1}")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 

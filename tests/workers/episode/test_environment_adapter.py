@@ -16,6 +16,7 @@ from headrace.environment import Step
 from headrace.errors import EnvironmentFailure
 from headrace.trajectory import ContentPart, ToolCall
 from headrace_workers.episode import environment_adapter
+from headrace_workers.episode.environment_adapter import AGENT
 from headrace_workers.episode.json_copies import MAX_ITEMS, MAX_NAMED, MAX_TEXT, json_part
 
 
@@ -70,8 +71,8 @@ def test_reward_parts_must_be_finite_numbers_too(part: Any, kind: str) -> None:
         (_step(observation=[ContentPart(type="image", asset="x")]), "observation-image"),
         (_step(observation=[Image(data=b"x", media_type="text/html")]), "observation-image"),
         (_step(observation=[Image(data=np.zeros((2, 2)))]), "observation-image"),  # type: ignore[arg-type]
-        (_step(observation=[Image(data=b"x", media_type="image/png", text="\ud800")]), "observation-not-unicode"),
-        (_step(observation="\ud800"), "observation-not-unicode"),
+        (_step(info={"tool_calls": [ToolCall(name="f", result=3)]}), "tool-call-type"),  # type: ignore[arg-type]
+        (_step(info={"tool_calls": [ToolCall(name="f", duration_s=math.nan)]}), "tool-call-type"),
         (_step(terminated=1), "flag-not-a-bool"),
         (_step(truncated=None), "flag-not-a-bool"),
         (_step(info=None), "info-type"),
@@ -83,6 +84,16 @@ def test_an_invalid_result_of_a_step_is_refused_with_its_kind(result: Any, kind:
     with pytest.raises(EnvironmentFailure) as caught:
         environment_adapter.read_step(result)
     assert caught.value.kind == kind
+
+
+def test_text_that_is_not_unicode_is_stored_with_replacements_and_named() -> None:
+    image = Image(data=b"x", media_type="image/png", text="a\ud800")
+    observation = [image, ContentPart(type="text", text="\ud83d\ude00\udfff")]
+    answer = environment_adapter.read_step(_step(observation=observation, info={"dropped": ["mine"]}))
+    texts = [part.text for part in answer.observations[AGENT] if isinstance(part, ContentPart)]
+    assert texts == ["a\ufffd", "😀\ufffd"]
+    assert answer.info["dropped"] == ["mine", "observation (lone surrogates)"]
+    assert environment_adapter.read_reset(("\ud800", {})).observations == {AGENT: "\ufffd"}
 
 
 def test_infos_keep_their_json_able_part_and_name_the_rest() -> None:

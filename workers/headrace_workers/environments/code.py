@@ -21,6 +21,7 @@ from headrace_workers.environments.answers import FORMAT_ERROR, last_block
 from headrace_workers.environments.call_order import out_of_order_error
 from headrace_workers.environments.case_rows import read_cases
 from headrace_workers.environments.rows import question_of, read_row
+from headrace_workers.unicode_text import as_unicode
 
 BASICS = Path(__file__).parent / "data" / "code_basics.jsonl"
 """Twenty small built-in problems."""
@@ -73,7 +74,7 @@ class CodeProblems:
         if source is None:
             return _end("No block of code was found.", {"outcome": "format_error"}, "format_error", FORMAT_ERROR)
         results = await grade(
-            self.environment_context.sandbox, source, tests, self._limits, stop_early=not self._partial
+            self.environment_context.sandbox, as_unicode(source), tests, self._limits, stop_early=not self._partial
         )
         return self._result_step(results, len(tests))
 

@@ -40,7 +40,8 @@ from headrace.assets import Image
 from headrace.environment import grade_of
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
-from headrace_workers.environment_context import LOCAL_CONTEXT
+from headrace_workers.bounded_calls import BoundedCalls
+from headrace_workers.environment_context import EnvironmentContext, LocalContext
 from headrace_workers.renderers.tool_calls import parse_action
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
@@ -78,25 +79,31 @@ def check_environment(
     """
     violations: dict[Violation, None] = {}
     with asyncio.Runner() as runner:
-        for seed in seeds:
-            for start in range(len(actions)):
-                plan = [actions[(start + step) % len(actions)] for step in range(max_steps)]
-                for problem in _check_plan(_EpisodePlayer(factory, runner), seed, plan):
-                    violations.setdefault(problem)
+        calls = BoundedCalls()
+        player = _EpisodePlayer(factory, runner, LocalContext(calls))
+        try:
+            for seed in seeds:
+                for start in range(len(actions)):
+                    plan = [actions[(start + step) % len(actions)] for step in range(max_steps)]
+                    for problem in _check_plan(player, seed, plan):
+                        violations.setdefault(problem)
+        finally:
+            runner.run(calls.close())
     return list(violations)
 
 
 class _EpisodePlayer:
     """Plays episodes and copies each returned object at once."""
 
-    def __init__(self, factory: Callable[[], Any], runner: asyncio.Runner) -> None:
+    def __init__(self, factory: Callable[[], Any], runner: asyncio.Runner, context: EnvironmentContext) -> None:
         self._factory = factory
         self._runner = runner
+        self._context = context
 
     def make(self) -> Any:
         environment = self._factory()
         if hasattr(environment, "environment_context"):
-            environment.environment_context = LOCAL_CONTEXT
+            environment.environment_context = self._context
         return environment
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -5,7 +5,7 @@ Call this as a bounded call, never in a worker: some expressions run forever or 
 
 * An expression is the content of ``\boxed{...}``, without the box.
 * Rational numbers are equal only if they are exactly equal; other expressions are compared by ``math-verify``.
-* An expression that cannot be parsed is equal to no other.
+* An expression that cannot be parsed or compared is equal to no other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 def is_equal(answer: str, reference: str) -> bool:
     """Return True if an answer equals the reference."""
+    try:
+        return _is_equal(answer, reference)
+    except (MemoryError, RecursionError):
+        raise  # the limits of the call
+    except Exception:
+        if not is_readable(reference):
+            raise  # the reference is at fault
+        return False
+
+
+def _is_equal(answer: str, reference: str) -> bool:
     numbers = _rational(answer), _rational(reference)
     if None not in numbers:
         return numbers[0] == numbers[1]

@@ -23,6 +23,7 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
 from headrace_workers.environments.answers import fenced_blocks
+from headrace_workers.unicode_text import as_unicode
 
 OPEN, CLOSE = "<python>", "</python>"
 
@@ -122,7 +123,7 @@ class PythonTool:
             programs.append((end, action[start + len(OPEN) : end]))
         blocks = fenced_blocks(action) if self._settings.fences else iter(())
         programs += [(block.end, block.content) for block in blocks if block.language in CALL_LANGUAGES][:1]
-        return min(programs)[1] if programs else None
+        return as_unicode(min(programs)[1]) if programs else None
 
     def _result_step(self, program: str, result: ExecResult) -> Step:
         settings = self._settings

@@ -6,6 +6,8 @@
 * An observation is text, or parts of text and images; anything else is refused, with its type in the message.
 * An image is copied and named at once, so that the environment may reuse its buffer for the next image.
 * An observation larger than any context is refused, not truncated.
+* Text that is not Unicode is stored with U+FFFD for each lone surrogate, and named in the info under ``dropped``: a
+  policy can write half a character as an escape in JSON, and a tool can repeat it.
 
 Keys of an info with their own field in the record, which are not repeated in ``infos``: ``reward_parts``
 (named floats), ``tool_calls`` (a list of ``ToolCall``), ``history`` (a list of ``{"role", "content"}`` that replaces
@@ -24,7 +26,8 @@ from headrace.assets import AssetData, Image
 from headrace.errors import EnvironmentFailure, RequestError
 from headrace.trajectory import ContentPart, Message, ToolCall
 from headrace.validation import MAX_REWARD
-from headrace_workers.episode.json_copies import is_unicode, json_part
+from headrace_workers.episode.json_copies import json_part
+from headrace_workers.unicode_text import as_unicode, is_unicode
 
 AGENT = "agent"
 """Name of the agent in a single-agent environment."""
@@ -99,9 +102,9 @@ def read_reset(result: Any) -> EnvironmentAnswer:
     """Check and copy what ``reset`` of a single-agent environment returned."""
     observation, info = _unpack(result, 2, "reset", "(observation, info)")
     copier = _ObservationCopier()
-    return EnvironmentAnswer(
-        {AGENT: copier.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, copier)[2:], copier.assets
-    )
+    _, _, history, kept = _single_info(info, copier)
+    observations = {AGENT: copier.observation(observation)}
+    return EnvironmentAnswer(observations, {}, {}, {}, {}, {}, history, copier.noted(kept), copier.assets)
 
 
 def read_step(result: Any) -> EnvironmentAnswer:
@@ -111,15 +114,16 @@ def read_step(result: Any) -> EnvironmentAnswer:
     )
     copier = _ObservationCopier()
     parts, calls, history, kept = _single_info(info, copier)
+    observations = {AGENT: copier.observation(observation)}
     return EnvironmentAnswer(
-        {AGENT: copier.observation(observation)},
+        observations,
         {AGENT: check_reward(reward, "The reward")},
         parts,
         {AGENT: _flag(terminated, "terminated")},
         {AGENT: _flag(truncated, "truncated")},
         calls,
         history,
-        kept,
+        copier.noted(kept),
         copier.assets,
     )
 
@@ -129,9 +133,8 @@ def read_reset_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     observations, info = _unpack(result, 2, "reset", "(observations, info), both by agent")
     copier = _ObservationCopier()
     _, _, history, kept = _info_by_agent(info, agents, copier)
-    return EnvironmentAnswer(
-        _observations(observations, agents, copier), {}, {}, {}, {}, {}, history, kept, copier.assets
-    )
+    copied = _observations(observations, agents, copier)
+    return EnvironmentAnswer(copied, {}, {}, {}, {}, {}, history, copier.noted(kept), copier.assets)
 
 
 def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
@@ -141,15 +144,16 @@ def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     )
     copier = _ObservationCopier()
     parts, calls, history, kept = _info_by_agent(info, agents, copier)
+    copied = _observations(observations, agents, copier)
     return EnvironmentAnswer(
-        _observations(observations, agents, copier),
+        copied,
         {name: check_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
         parts,
         {name: _flag(value, "terminated") for name, value in _by_agent(terminated, "terminated", agents)},
         {name: _flag(value, "truncated") for name, value in _by_agent(truncated, "truncated", agents)},
         calls,
         history,
-        kept,
+        copier.noted(kept),
         copier.assets,
     )
 
@@ -233,15 +237,30 @@ def _flag(value: Any, what: str) -> bool:
 
 
 class _ObservationCopier:
-    """Copies the observations of one answer; ``assets`` are their images."""
+    """Copies the texts of one answer; ``assets`` are the images of its observations."""
 
     def __init__(self) -> None:
         self.assets: list[AssetData] = []
+        self._replaced: dict[str, None] = {}
+
+    def noted(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Name the texts that were replaced under ``dropped`` in a copied info, and return it."""
+        if self._replaced:
+            notes = [f"{subject} (lone surrogates)" for subject in self._replaced]
+            dropped = info.get("dropped")
+            info["dropped"] = [*(dropped if isinstance(dropped, list) else ()), *notes]
+        return info
+
+    def text(self, value: str, subject: str) -> str:
+        if is_unicode(value):
+            return value
+        self._replaced[subject] = None
+        return as_unicode(value)
 
     def observation(self, value: Any) -> Content:
         if isinstance(value, str):
             _check_size(len(value))
-            return _text(value)
+            return self.text(value, "observation")
         if isinstance(value, list):
             _check_count(len(value), "An observation", "parts")
             parts = [self._part(part) for part in value]
@@ -262,8 +281,8 @@ class _ObservationCopier:
             raise _broken(
                 "observation-image", "A ContentPart of an observation names an image; use headrace.Image instead."
             )
-        _text(value.text)
-        return value
+        text = self.text(value.text, "observation")
+        return value if text is value.text else ContentPart(type="text", text=text)
 
     def _encoded(self, image: Image) -> AssetData:
         try:
@@ -276,7 +295,7 @@ class _ObservationCopier:
         if size_bytes > MAX_IMAGE_BYTES:
             raise _broken("observation-too-large", f"An image has {size_bytes} bytes; the limit is {MAX_IMAGE_BYTES}.")
         self.assets.append(image.asset)
-        return ContentPart(type="image", asset=image.asset.name, text=_text(image.text))
+        return ContentPart(type="image", asset=image.asset.name, text=self.text(image.text, "observation"))
 
 
 def _check_size(characters: int) -> None:
@@ -289,12 +308,6 @@ def _check_size(characters: int) -> None:
 def _check_count(count: int, subject: str, items: str) -> None:
     if count > MAX_PARTS:
         raise _broken("observation-too-large", f"{subject} has {count} {items}; the limit is {MAX_PARTS}.")
-
-
-def _text(value: str) -> str:
-    if not is_unicode(value):
-        raise _broken("observation-not-unicode", "The text of an observation contains a lone surrogate.")
-    return value
 
 
 def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]:
@@ -356,7 +369,7 @@ def _record_fields(
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
     return (
         _reward_parts(info.get("reward_parts", {})),
-        [_tool_call(call) for call in _list(info.get("tool_calls", []), "tool_calls")],
+        [_tool_call(call, copier) for call in _list(info.get("tool_calls", []), "tool_calls")],
         _history(info["history"], agent, copier) if "history" in info else None,
     )
 
@@ -371,13 +384,27 @@ def _list(value: Any, what: str) -> list[Any]:
 def _reward_parts(parts: Any) -> dict[str, float]:
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
         raise _broken("reward-parts-type", "info['reward_parts'] is not a dict of named numbers.")
-    return {name: check_reward(value, f"The reward part {name!r}") for name, value in parts.items()}
+    return {as_unicode(name): check_reward(value, f"The reward part {name!r}") for name, value in parts.items()}
 
 
-def _tool_call(call: Any) -> ToolCall:
+def _tool_call(call: Any, copier: _ObservationCopier) -> ToolCall:
     if not isinstance(call, ToolCall):
         raise _broken("tool-call-type", f"A tool call is {type(call).__name__}, not a ToolCall.")
-    return msgspec.structs.replace(call, arguments=json_part(call.arguments))
+    if not (
+        isinstance(call.arguments, dict)
+        and all(isinstance(text, str) for text in (call.name, call.result, call.error))
+        and isinstance(call.duration_s, int | float)
+        and math.isfinite(call.duration_s)
+    ):
+        raise _broken("tool-call-type", "A field of a ToolCall has another type than the class states.")
+    _check_size(len(call.name) + len(call.result) + len(call.error))
+    return ToolCall(
+        name=copier.text(call.name, "tool_calls"),
+        arguments=json_part(call.arguments),
+        result=copier.text(call.result, "tool_calls"),
+        error=copier.text(call.error, "tool_calls"),
+        duration_s=call.duration_s,
+    )
 
 
 def _history(value: Any, agent: str, copier: _ObservationCopier) -> list[Message]:

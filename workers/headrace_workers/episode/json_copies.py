@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from headrace_workers.unicode_text import is_unicode
+
 MAX_DEPTH = 32
 """Limit on nesting."""
 
@@ -147,14 +149,3 @@ def _short(key: Any) -> str:
         return key if len(key) <= MAX_NAME else key[:MAX_NAME] + "…"
     is_short = key is None or type(key) in (bool, float) or (type(key) is int and abs(key) <= HIGHEST_INTEGER)
     return str(key) if is_short else f"a key of type {type(key).__name__}"
-
-
-def is_unicode(text: str) -> bool:
-    """Return True if a text can be encoded as UTF-8, so it has no lone surrogate."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

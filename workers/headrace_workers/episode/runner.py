@@ -40,6 +40,7 @@ from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, Tur
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
 from headrace_workers.renderers import Tools
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
+from headrace_workers.unicode_text import as_unicode
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failure kinds that the episode's deadline may have caused, since it limits the time of each call."""
@@ -362,9 +363,10 @@ class EpisodeRun:
         """Add ids encoded from the text to a sample without ids, for which the server reports no version."""
         if sample.text is None:
             return sample
-        ids = self._plan.renderer.encode(sample.text)
+        text = as_unicode(sample.text)
+        ids = self._plan.renderer.encode(text)
         return msgspec.structs.replace(
-            sample, token_ids=ids, logprobs=[0.0] * len(ids), versions=one_version(len(ids), Version(0, 0))
+            sample, text=text, token_ids=ids, logprobs=[0.0] * len(ids), versions=one_version(len(ids), Version(0, 0))
         )
 
     def _check_pinned(self, sample: Sample) -> None:
@@ -414,7 +416,7 @@ class EpisodeRun:
         if error.kind in DEADLINE_KINDS and self._run_time_s() >= self._plan.spec.limits.episode_timeout_s:
             return Failure.of(self._timeout_failure())
         where = self._step or (f"Turn {self._turns}" if self._tracks else "Reset")
-        return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
+        return msgspec.structs.replace(Failure.of(error), message=as_unicode(f"{where}: {error}"))
 
     async def _with_scores(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Add the logprobs of the run's scorers to the outcome."""

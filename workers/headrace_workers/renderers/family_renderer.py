@@ -5,6 +5,7 @@
 * The package's results are checked: a bridge that changes the current segment is not an extension.
 * A sampled turn that cannot be parsed and rendered again without loss is plain text in a new segment.
 * Text from outside is separated (see ``control_tokens``) before the family sees it, and so is a parsed turn.
+* A turn on which the package's parser raises an error is an action with a call that cannot be read.
 """
 
 from __future__ import annotations
@@ -54,14 +55,8 @@ class FamilyRenderer:
         return Prompt(self._render(messages, self._schemas(tools), generation_prompt=True))
 
     def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
-        tokens, start = list(segment.token_ids), segment.turn_start
-        bridged = self._renderer.bridge_to_next_turn(
-            tokens[:start],
-            tokens[start:],
-            [self._message(item) for item in new_messages],
-            tools=self._schemas(segment.tools),
-        )
-        ids = list(bridged.token_ids) if bridged is not None else []
+        tokens = list(segment.token_ids)
+        ids = self._bridge(segment, new_messages)
         if ids[: len(tokens)] != tokens:
             ids = self.start([*segment.conversation, *new_messages], segment.tools).new_ids
         return Prompt(ids[len(tokens) :]) if ids[: len(tokens)] == tokens else None
@@ -79,9 +74,31 @@ class FamilyRenderer:
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
         # Text cut at a stop string is encoded again only for parsing; these ids are not stored.
         ids = list(sampled_ids) if text == self.parse(sampled_ids) else self._tokenizer.encode(text)
-        parsed = self._renderer.parse_response(ids, prompt_ids=self._generation_prompt)
+        parsed = self._parse(ids)
+        if isinstance(parsed, Exception):
+            error = f"the turn cannot be read: {type(parsed).__name__}"
+            return Action(text, content="", calls=[Call(text=text, error=error)])
         calls = [_to_call(call) for call in parsed.tool_calls]
-        return Action(text, content=parsed.content, reasoning=parsed.reasoning_content or "", calls=calls)
+        return Action(text, content=parsed.content or "", reasoning=parsed.reasoning_content or "", calls=calls)
+
+    def _parse(self, sampled_ids: Sequence[int]) -> Any:
+        """Parse a turn with the family's parser. Returns its error, if the text of the turn makes it raise one."""
+        try:
+            return self._renderer.parse_response(list(sampled_ids), prompt_ids=self._generation_prompt)
+        except Exception as error:  # noqa: BLE001 - the policy's text must not become a fault of the worker
+            return error
+
+    def _bridge(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> list[int]:
+        """The segment's ids and the next prompt, by the family's own rule; empty if it has none for this turn."""
+        tokens, start = list(segment.token_ids), segment.turn_start
+        messages = [self._message(item) for item in new_messages]
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                tokens[:start], tokens[start:], messages, tools=self._schemas(segment.tools)
+            )
+        except Exception:  # noqa: BLE001 - a full rendering reports what the family refuses
+            return []
+        return list(bridged.token_ids) if bridged is not None else []
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, generation_prompt: bool
@@ -124,8 +141,8 @@ class FamilyRenderer:
 
     def _turn_message(self, reply: AssistantTurn) -> dict[str, Any]:
         separate = self._control_tokens.separate_json
-        parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
-        if any(call.status != "ok" for call in parsed.tool_calls):
+        parsed = self._parse(reply.token_ids)
+        if isinstance(parsed, Exception) or any(_to_call(call).error for call in parsed.tool_calls):
             has_end = reply.token_ids[-1] in self.stop_token_ids
             ids = reply.token_ids[:-1] if has_end else reply.token_ids
             return {"role": "assistant", "content": self._control_tokens.separate_turn(ids, reply.text)}
