@@ -222,6 +222,13 @@ class _StateCollector(Collector):
                 add("run_episodes_attainable", text, "", (name,), run.attainable)
             add("run_batches_open", "Batches that are formed but not acked.", "", (name,), run.batches_open)
             add("run_active", "1 while the run is active.", "", (name,), float(run.state == "active"))
+            add(
+                "run_learner_silent",
+                "1 while the learner is silent.",
+                "",
+                (name,),
+                float(run.learner_silent),
+            )
             add("run_learner_waiting", "1 while a pull waits.", "", (name,), float(run.learner_waiting))
             for state in ("open", "eligible", "leased"):
                 add("run_groups", "Groups, by state.", "state", (name, state), getattr(run.groups, state))

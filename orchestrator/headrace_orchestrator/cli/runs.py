@@ -6,7 +6,6 @@ import click
 
 from headrace.wire import messages
 from headrace_orchestrator.cli.output import connect, emit, json_option, note, number, service_options, shared, table
-from headrace_orchestrator.console.last_seen import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")
 """Columns of the table. ``groups``: groups in flight. ``queued`` and ``leased``: current episodes, the latter with the
@@ -19,7 +18,7 @@ def learner_state(run: messages.RunStatus) -> str:
         return run.state
     if run.learner_waiting:
         return "waiting"
-    return "silent" if learner_is_silent(run) else run.learner_doing or "–"
+    return "silent" if run.learner_silent and run.learner_doing != "gone" else run.learner_doing or "–"
 
 
 def row(run: messages.RunStatus) -> list[str]:

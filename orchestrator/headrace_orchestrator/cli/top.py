@@ -98,7 +98,10 @@ def verdict(run: messages.RunStatus) -> str:
     troubles = "".join(f". {trouble}" for trouble in runs.problems(run))
     if run.learner_doing_s < 0:
         return f"{run.name}: no learner has pulled yet{troubles}"
-    return f"{run.name}: the learner is {runs.learner_state(run)} ({span(run.learner_doing_s)}){troubles}"
+    state = runs.learner_state(run)
+    held = f", holding {run.learner_holds}" if run.learner_holds and state in ("silent", "gone") else ""
+    seconds = run.learner_heard_s if state == "silent" else run.learner_doing_s
+    return f"{run.name}: the learner is {state} ({span(seconds)}{held}){troubles}"
 
 
 def worker_row(worker: messages.WorkerStatus) -> list[str]:

@@ -3,7 +3,7 @@
 * The page begins with whether the learner is waiting, and on what.
 * Active runs come first, and of them those with a waiting learner.
 * Runs that are over are collapsed.
-* A learner that has sent nothing for long is not shown as training.
+* A learner that is gone or silent is not shown as training; what it still holds is stated.
 * A worker that has sent nothing for a lease term is shown as silent, and its slots are not counted.
 * While the disk refuses writes, the page begins with that.
 * A page is complete without scripts, and loads nothing from other hosts.
@@ -17,7 +17,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headrace.errors import LAYERS
 from headrace.wire.messages import RunStatus, ServiceStatus, WorkerStatus
-from headrace_orchestrator.console.last_seen import learner_is_silent
 
 _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
 """The order of runs on the page, by the tone of their headlines."""
@@ -73,9 +72,12 @@ def headline(run: RunStatus) -> Headline:
         causes = [reason for reason in run.reasons if reason.code != "collecting"] or run.reasons
         texts = dict.fromkeys(_WAITED_FOR.get(reason.code, reason.code) for reason in causes)
         return Headline("waiting", f"The learner is waiting for {_list(list(texts)) or 'a batch'}.", reasons)
-    if learner_is_silent(run):
-        ago = duration(run.learner_doing_s)
-        return Headline("idle", f"No learner is connected: the last message of one came {ago} ago.", reasons)
+    if run.learner_doing == "gone":
+        said = f"No learner is connected: the last one ended {_ago(run.learner_doing_s, run)}"
+        return Headline("idle", said, reasons)
+    if run.learner_silent:
+        said = f"The learner is silent: its last message came {_ago(run.learner_heard_s, run)}"
+        return Headline("idle", said, reasons)
     if run.learner_doing in ("training", "evaluating", "checkpointing"):
         since = f" for {duration(run.learner_doing_s)}" if run.learner_doing_s >= 0 else ""
         return Headline("busy", f"The learner is not waiting: it has been {run.learner_doing}{since}.", reasons)
@@ -84,6 +86,13 @@ def headline(run: RunStatus) -> Headline:
     if run.batches_acked or run.learner_doing:
         return Headline("idle", "The learner is not waiting: it does not pull now.", reasons)
     return Headline("idle", "No learner has pulled from this run yet.", reasons)
+
+
+def _ago(seconds: float, run: RunStatus) -> str:
+    """The end of a sentence: the time since, and the batches that the learner still holds."""
+    batches = "a batch" if run.learner_holds == 1 else f"{run.learner_holds} batches"
+    held = f" It holds {batches} unacked until the lease runs out." if run.learner_holds else ""
+    return f"{duration(seconds)} ago.{held}"
 
 
 _WAITED_FOR = {

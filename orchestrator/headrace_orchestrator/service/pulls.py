@@ -26,6 +26,7 @@ from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.commands.follow_ups import evict
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.commands.pulls import form, pull
+from headrace_orchestrator.scheduler.commands.sessions import end_wait
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches.bodies import BatchBodies, BatchBody, ServedBatch
 from headrace_orchestrator.service.batches.build import build_batch, planned_groups
@@ -62,8 +63,12 @@ class Pulls:
         begun = self._shell.now()
         deadline = begun + request.wait_s
         reply: ServedBatch | messages.EmptyReply | None = None
-        while reply is None:  # this ends: each round has fewer records
-            reply = await self._try_once(run, request, deadline, disconnected)
+        try:
+            while reply is None:  # this ends: each round has fewer records
+                reply = await self._try_once(run, request, deadline, disconnected)
+        except ClientDisconnected:
+            end_wait(self._shell.run(run), request.learner, self._shell.now())
+            raise
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
         if isinstance(reply, ServedBatch):

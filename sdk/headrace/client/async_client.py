@@ -17,6 +17,7 @@ from typing import Self, TypeVar
 from headrace.batch.batch import Batch
 from headrace.client.async_connection_pool import AsyncConnectionPool
 from headrace.client.connection_pool import Origin
+from headrace.client.leases import HEARTBEAT_S
 from headrace.client.methods import AsyncMethods
 from headrace.client.operations import PAGE, Operations, PullField, PullQuery, Resumed, pull_query
 from headrace.client.prefetch import UNUSED_REASON
@@ -54,7 +55,12 @@ class AsyncClient(AsyncMethods):
     ) -> None:
         self.url = service_url(url)
         self._operations = Operations(
-            learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
+            learner=learner,
+            session=session,
+            retry_for_s=retry_for_s,
+            poll_s=poll_s,
+            on_wait=on_wait,
+            heartbeat_s=HEARTBEAT_S if keepalive else 0.0,
         )
         self._connections = AsyncConnectionPool(Origin(self.url), bearer_token(token))
         self._keepalive = keepalive
@@ -62,11 +68,12 @@ class AsyncClient(AsyncMethods):
         self._changed = asyncio.Event()
 
     async def close(self) -> None:
-        """Stop renewing leases and close the connections."""
+        """Stop renewing leases, tell the service that this learner is gone, and close the connections."""
         if self._renewals is not None:
             self._renewals.cancel()
             await asyncio.gather(self._renewals, return_exceptions=True)
             self._renewals = None
+        await self._run(self._operations.say_goodbye())
         await self._connections.close()
 
     async def __aenter__(self) -> Self:
@@ -123,7 +130,9 @@ class AsyncClient(AsyncMethods):
         return await self._pull(query, timeout_s, on_wait)
 
     async def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
-        batch = await self._run(self._operations.pull(query, timeout_s, on_wait))
+        pulling = self._operations.pull(query, timeout_s, on_wait)
+        self._start_renewals()
+        batch = await self._run(pulling)
         self._start_renewals()
         return batch
 

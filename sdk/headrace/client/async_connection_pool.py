@@ -42,9 +42,8 @@ class AsyncConnectionPool:
         session = self._get_session()
         for _ in range(2):  # lets the event loop notice that the server closed an idle connection
             await asyncio.sleep(0)
-        timeout = self._aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=request.wait_s + READ_TIMEOUT_S
-        )
+        read_timeout_s = request.wait_s + (request.read_timeout_s or READ_TIMEOUT_S)
+        timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s)
         try:
             async with session.request(
                 request.method,

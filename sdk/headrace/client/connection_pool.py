@@ -81,7 +81,7 @@ class ConnectionPool:
         try:
             if aborted:
                 raise ConnectionAbortedError("the client was closed")
-            connection.sock.settimeout(request.wait_s + READ_TIMEOUT_S)
+            connection.sock.settimeout(request.wait_s + (request.read_timeout_s or READ_TIMEOUT_S))
             connection.request(
                 request.method,
                 self.origin.prefix + request.target,

@@ -30,12 +30,14 @@ _HEAD_CHARS = 120
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """An HTTP request. ``wait_s`` is the long poll that it asks for; the read timeout is added to it."""
+    """An HTTP request. ``wait_s`` is the long poll that it asks for; the read timeout is added to it, which
+    ``read_timeout_s`` replaces."""
 
     method: str
     target: str
     body: bytes = b""
     wait_s: float = 0.0
+    read_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from weakref import WeakSet
 from headrace.batch.batch import Batch
 from headrace.client.connection_pool import ConnectionPool, Origin
 from headrace.client.lease_renewal import LeaseRenewer
+from headrace.client.leases import HEARTBEAT_S
 from headrace.client.methods import BlockingMethods
 from headrace.client.operations import PAGE, Operations, PullField, PullQuery, Resumed, pull_query
 from headrace.client.prefetch import UNUSED_REASON, Prefetcher
@@ -68,8 +69,9 @@ class Client(BlockingMethods):
     ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
     batches that the old one held. ``session`` names one start of it, by default this process; all ranks of a
     data-parallel learner give the same name, and a new one at each start. ``retry_for_s``: duration of an outage after
-    which ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
-    while batches are held. ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
+    which ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: in the background, renew the
+    leases of held batches, and report every ten seconds that the learner is there. ``on_wait(run, reasons)`` is called
+    while a pull waits; by default the reasons are logged.
 
     Every method raises the ``HeadraceError`` in the service's response, or ``Unavailable``.
     """
@@ -88,14 +90,20 @@ class Client(BlockingMethods):
     ) -> None:
         self.url = service_url(url)
         self._operations = Operations(
-            learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
+            learner=learner,
+            session=session,
+            retry_for_s=retry_for_s,
+            poll_s=poll_s,
+            on_wait=on_wait,
+            heartbeat_s=HEARTBEAT_S if keepalive else 0.0,
         )
         self._connections = ConnectionPool(Origin(self.url), bearer_token(token))
         self._keepalive = LeaseRenewer(self._operations, self._connections) if keepalive else None
         self._prefetchers: WeakSet[Prefetcher] = WeakSet()
 
     def close(self) -> None:
-        """Give back unused prefetched batches, stop renewing leases, and close the connections.
+        """Give back unused prefetched batches, stop renewing leases, tell the service that this learner is gone, and
+        close the connections.
 
         Batches still held are served again when their leases expire.
         """
@@ -103,6 +111,7 @@ class Client(BlockingMethods):
             prefetcher.close()
         if self._keepalive is not None:
             self._keepalive.close()
+        self._run(self._operations.say_goodbye())
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -145,7 +154,10 @@ class Client(BlockingMethods):
         return self._run(self._pull(query, timeout_s, on_wait))
 
     def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
-        batch = yield from self._operations.pull(query, timeout_s, on_wait)
+        pulling = self._operations.pull(query, timeout_s, on_wait)
+        if self._keepalive is not None:
+            self._keepalive.wake()
+        batch = yield from pulling
         if self._keepalive is not None:
             self._keepalive.wake()
         return batch

@@ -78,13 +78,14 @@ def test_a_silent_worker_is_told_from_those_that_are_there() -> None:
     assert top.worker_row(msgspec.structs.replace(worker, silent=True))[-1] == "silent"
 
 
-def test_a_learner_without_a_batch_that_has_sent_nothing_for_a_batch_lease_is_silent() -> None:
-    spec = {"name": "guess", "batch_lease_s": 60.0}
+def test_a_learner_that_is_silent_or_gone_is_not_said_to_train() -> None:
     assert runs.learner_state(run_status(learner_doing_s=299.0)) == "training"
-    assert runs.learner_state(run_status(learner_doing_s=301.0)) == "silent"
-    assert runs.learner_state(run_status(learner_doing_s=61.0, spec=spec)) == "silent"
-    assert runs.learner_state(run_status(learner_doing_s=301.0, batches_open=1)) == "training"
-    assert runs.learner_state(run_status(learner_doing_s=301.0, learner_waiting=True)) == "waiting"
+    silent = run_status(learner_silent=True, learner_heard_s=40.0, learner_holds=1)
+    assert runs.learner_state(silent) == "silent"
+    assert top.verdict(silent) == "guess: the learner is silent (40 s, holding 1)"
+    gone = run_status(learner_doing="gone", learner_doing_s=5.0, learner_silent=True)
+    assert runs.learner_state(gone) == "gone"
+    assert runs.learner_state(run_status(learner_silent=True, learner_waiting=True)) == "waiting"
 
 
 def test_ctrl_c_ends_a_live_view_without_an_error(

@@ -88,15 +88,16 @@ def test_runs_that_are_over_are_collapsed():
     assert "No run is active" in render.content(service(run(state="closed")), ServicePhase("ready"))
 
 
-def test_a_learner_that_has_sent_nothing_for_long_is_not_shown_as_training():
+def test_a_learner_that_is_gone_or_silent_is_not_shown_as_training_and_what_it_holds_is_stated():
     fields = {"learner_doing": "training", "learner_doing_s": 301.0}
-    silent = render.headline(run(**fields))
+    assert "has been training" in render.headline(run(**fields)).sentence
+    silent = render.headline(run(**fields, learner_silent=True, learner_heard_s=61.0, learner_holds=1))
     assert (silent.tone, silent.sentence) == (
         "idle",
-        "No learner is connected: the last message of one came 5 min ago.",
+        "The learner is silent: its last message came 61 s ago. It holds a batch unacked until the lease runs out.",
     )
-    assert "has been training" in render.headline(run(**fields, batches_open=1)).sentence
-    assert "has been training" in render.headline(run(**fields, spec={"batch_lease_s": 600.0})).sentence
+    gone = render.headline(run(learner_doing="gone", learner_doing_s=5.0, learner_silent=True))
+    assert (gone.tone, gone.sentence) == ("idle", "No learner is connected: the last one ended 5 s ago.")
 
 
 def test_a_worker_that_has_sent_nothing_for_long_is_shown_as_silent():

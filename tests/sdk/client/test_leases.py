@@ -72,3 +72,21 @@ def test_a_learner_that_holds_a_batch_is_training_by_default(leases: BatchLeases
     assert leases.activity("guess") == "training"
     leases.set_activity("guess", "waiting")
     assert leases.activity("guess") == "training"
+
+
+def test_a_learner_reports_every_ten_seconds_from_its_first_pull_on(leases: BatchLeases, clock: Clock) -> None:
+    leases.attend("guess")
+    assert leases.attended() == ["guess"]
+    assert (leases.due(), leases.next_due_s(), leases.activity("guess")) == ([], 10.0, "idle")
+    clock.now = 10.0
+    assert leases.due() == ["guess"]
+    leases.hold("guess", "b1", 300.0)
+    assert leases.activity("guess") == "training"
+    leases.mark_renewed("guess")
+    leases.attend("guess")
+    assert (leases.due(), leases.next_due_s()) == ([], 10.0)
+    leases.drop("guess", "b1")
+    leases.set_activity("guess", "checkpointing")
+    assert leases.activity("guess") == "checkpointing"
+    leases.leave("guess")
+    assert (leases.attended(), leases.next_due_s()) == ([], None)

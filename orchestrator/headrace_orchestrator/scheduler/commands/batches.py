@@ -16,7 +16,7 @@ from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.commands import follow_ups, versions
-from headrace_orchestrator.scheduler.commands.sessions import release
+from headrace_orchestrator.scheduler.commands.sessions import activity_of, release
 from headrace_orchestrator.scheduler.queries.empty_reasons import name_shards
 from headrace_orchestrator.scheduler.state.batches import NACKED, OpenBatch
 from headrace_orchestrator.scheduler.state.run import Run
@@ -53,9 +53,18 @@ def ack(state: SchedulerState, run: Run, id: str, request: messages.AckRequest, 
         run=run.name, batch=id, generation=request.generation, version=version, weights=request.weights
     )
     emit(state, acked, now)
+    _note_end(run, request.learner, now)
     follow_ups.retire_out_of_bound(state, run, now)
     follow_ups.settle(state, run, now)
     return messages.AckReply(epoch=state.epoch, batch=id, version=str(run.versions.now))
+
+
+def _note_end(run: Run, learner: str, now: float) -> None:
+    """Note that a learner holds a batch less: without one it does not train any more."""
+    activity = activity_of(run, learner, now)
+    holds = any(batch.leased and batch.learner == learner for batch in run.batches.values())
+    if activity.doing == "training" and not holds:
+        activity.begin("idle", now)
 
 
 def _ack_closed(state: SchedulerState, run: Run, id: str, request: messages.AckRequest) -> messages.AckReply:
@@ -112,6 +121,7 @@ def nack(state: SchedulerState, run: Run, id: str, request: messages.NackRequest
         return
     _require_lease(batch, request.learner, request.session, request.generation)
     release(state, run, batch, f"{NACKED}{request.reason}", now)
+    _note_end(run, request.learner, now)
     dissolve_if_out_of_bound(state, run, batch, now)
     follow_ups.settle(state, run, now)
 

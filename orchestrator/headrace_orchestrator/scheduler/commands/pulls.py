@@ -41,6 +41,7 @@ def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: fl
     require_session(run, request.learner, request.session, request.shard, request.shards)
     held = _held_batch(run, request)
     learner = activity_of(run, request.learner, now)
+    learner.heartbeat_s = request.heartbeat_s
     if request.groups is not None:
         _retire_out_of_bound(state, run, request.groups, now)
     release_other_sessions(state, run, request.learner, request.session, now)
@@ -55,6 +56,8 @@ def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: fl
         learner.waiting_until = 0.0
         return plan
     learner.waiting_until = now + max(request.wait_s, MIN_WAITING_S)
+    if learner.doing != "waiting":
+        learner.begin("waiting", now)
     reasons, finished = empty_reasons.empty_reasons(state, run, now, request.groups, filter)
     return messages.EmptyReply(epoch=state.epoch, reasons=reasons, finished=finished)
 
@@ -187,7 +190,7 @@ def lease(
     )
     emit(state, leased, now)
     learner = run.learners[request.learner]
-    learner.doing, learner.reported_at = "training", now  # until it reports otherwise
+    learner.begin("training", now)  # until it reports otherwise
     return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 

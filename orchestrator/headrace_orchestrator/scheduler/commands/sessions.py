@@ -2,6 +2,7 @@
 
 * An earlier session of a learner is refused once a newer one took its place.
 * Batches that another session of the learner left open are released.
+* A learner that closed its client is gone at once; its leases run out.
 """
 
 from __future__ import annotations
@@ -50,17 +51,30 @@ def activity_of(run: Run, learner: str, now: float) -> LearnerActivity:
     """The activity of a learner that sent a request."""
     activity = run.learners.get(learner)
     if activity is None:
-        activity = run.learners[learner] = LearnerActivity()
-    activity.doing = activity.doing or "waiting"
-    activity.reported_at = activity.reported_at or now
+        activity = run.learners[learner] = LearnerActivity(now)
+    activity.heard_at = now
     return activity
 
 
+def end_wait(run: Run, learner: str, now: float) -> None:
+    """Note that the connection of a learner's waiting pull ended."""
+    activity = run.learners.get(learner)
+    if activity is not None and activity.waiting_until > now:
+        activity.waiting_until = 0.0
+        activity.begin("idle", now)
+
+
 def doing(state: SchedulerState, run: Run, request: messages.DoingRequest, now: float) -> None:
-    """Record a learner's report of its activity, and renew all its batch leases."""
+    """Record a learner's report of its activity, and renew all its batch leases, unless it says goodbye."""
     activity = activity_of(run, request.learner, now)
-    activity.doing = request.doing
-    activity.reported_at = now
+    activity.heartbeat_s = request.heartbeat_s
+    if request.doing == "gone":
+        activity.waiting_until = 0.0
+        activity.begin("gone", now)
+        return
+    is_waiting = request.renewal and activity.waiting_until > now
+    if not is_waiting and not (request.renewal and request.doing == activity.doing):
+        activity.begin(request.doing, now)
     for batch in run.batches.values():
         if batch.leased and (batch.learner, batch.session) == (request.learner, request.session):
             batch.deadline = now + run.spec.batch_lease_s

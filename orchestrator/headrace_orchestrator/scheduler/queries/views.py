@@ -17,7 +17,7 @@ MAX_LISTED = 1000
 
 def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
     """The status of a run."""
-    latest = max(run.learners.values(), key=lambda learner: learner.reported_at, default=None)
+    name, latest = max(run.learners.items(), key=lambda item: item[1].heard_at, default=("", None))
     reasons, _ = empty_reasons(state, run, now)
     return messages.RunStatus(
         name=run.name,
@@ -40,7 +40,10 @@ def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatu
         batches_open=len(run.batches),
         selected=dict(run.selected),
         learner_doing=latest.doing if latest else "",
-        learner_doing_s=now - latest.reported_at if latest else -1.0,
+        learner_doing_s=now - latest.since if latest else -1.0,
+        learner_heard_s=now - latest.heard_at if latest else -1.0,
+        learner_silent=latest is not None and latest.is_silent(run.spec.batch_lease_s, now),
+        learner_holds=sum(batch.leased and batch.learner == name for batch in run.batches.values()),
         learner_waiting=any(learner.waiting_until > now for learner in run.learners.values()),
         reasons=reasons,
         mean_reward=sum(run.rewards) / len(run.rewards) if run.rewards else None,

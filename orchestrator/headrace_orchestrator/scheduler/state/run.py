@@ -62,15 +62,31 @@ RECENT_ATTEMPTS = 16
 """Number of latest attempts that the reason "the policy is failing" considers."""
 
 
+MISSED_HEARTBEATS = 3
+"""Heartbeats of a learner that may be missing before it counts as silent."""
+
+
 class LearnerActivity:
-    """A learner's last report and pull; soft."""
+    """A learner's last report and requests; soft."""
 
-    __slots__ = ("doing", "reported_at", "waiting_until")
+    __slots__ = ("doing", "heard_at", "heartbeat_s", "since", "waiting_until")
 
-    def __init__(self) -> None:
-        self.doing = ""
-        self.reported_at = 0.0
+    def __init__(self, now: float) -> None:
+        self.doing = "waiting"
+        #: When that activity began, and when the learner sent its last request.
+        self.since = self.heard_at = now
+        #: The interval of its heartbeats; 0 if it promised none.
+        self.heartbeat_s = 0.0
         self.waiting_until = 0.0
+
+    def begin(self, doing: str, now: float) -> None:
+        """Note the learner's activity."""
+        self.doing, self.since = doing, now
+
+    def is_silent(self, batch_lease_s: float, now: float) -> bool:
+        """True if nothing was heard from it for too long; one that waits for a batch keeps its connection open."""
+        limit_s = MISSED_HEARTBEATS * self.heartbeat_s or batch_lease_s
+        return now >= self.waiting_until and now - self.heard_at > limit_s
 
 
 class Run:

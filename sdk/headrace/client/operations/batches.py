@@ -23,6 +23,7 @@ from headrace.client.operations.runs import RunOperations
 from headrace.client.operations.trajectories import TrajectoryOperations
 from headrace.client.operations.versions import VersionLike, WeightsLike, absolute_weights
 from headrace.client.requests import ApiCall, ApiRequest, ApiResponse, Operation, json_reader, request, unexpected_body
+from headrace.client.responses import read_nothing
 from headrace.client.wait_reports import WaitCallback, reasons_text, report_wait, timeout_error
 from headrace.common.arguments import sorted_names
 from headrace.errors import (
@@ -33,11 +34,15 @@ from headrace.errors import (
     InvalidRequest,
     RunFinished,
     UnknownBatch,
+    UnknownRun,
 )
 from headrace.trajectory import Version
 from headrace.wire import messages
 
 log = logging.getLogger("headrace.client.sync_client")
+
+GOODBYE_S = 2.0
+"""Longest wait for the response to a goodbye: closing a client does not wait for a service that hangs."""
 
 PullField = Literal["assets"]
 """Optional parts of a pull: ``assets`` are the images and large arrays that the trajectories refer to."""
@@ -91,10 +96,12 @@ class Resumed(NamedTuple):
 
 @dataclass(kw_only=True)
 class BatchOperations(RunOperations, TrajectoryOperations):
-    """``session`` names one start of the learner; by default it is a new one, which other ranks do not share."""
+    """``session`` names one start of the learner; by default it is a new one, which other ranks do not share.
+    ``heartbeat_s``: interval of the reports of the client, 0 without."""
 
     learner: str = "learner"
     session: str = ""
+    heartbeat_s: float = 0.0
     on_wait: WaitCallback | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +113,11 @@ class BatchOperations(RunOperations, TrajectoryOperations):
         self._pulls: Counter[str] = Counter()
 
     def pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
+        if query.shard == 0:  # it speaks for all ranks
+            self.leases.attend(query.run)
+        return self._pull(query, timeout_s, on_wait)
+
+    def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
         self._check_query(query)
         request_id = self._request_id(query)
         over = False
@@ -113,6 +125,9 @@ class BatchOperations(RunOperations, TrajectoryOperations):
             batch = yield from self._poll_batch(query, request_id, timeout_s, on_wait or self.on_wait)
             over = True
             return batch
+        except UnknownRun:
+            self.leases.leave(query.run)
+            raise
         except BatchSuperseded:
             over = True  # another rank got the batch, which is over now: the next pull gets the next batch
             raise
@@ -185,6 +200,7 @@ class BatchOperations(RunOperations, TrajectoryOperations):
                 shard=query.shard,
                 shards=query.shards,
                 batch=query.batch,
+                heartbeat_s=self.heartbeat_s,
             )
             return request("POST", "runs", query.run, "pull", body=body, wait_s=wait_s)
 
@@ -296,8 +312,23 @@ class BatchOperations(RunOperations, TrajectoryOperations):
     def renew(self, run: str) -> Operation[None]:
         """Renew all leases held in the run, with one try: the next renewal is the retry."""
         self.leases.mark_renewed(run)
-        return self._report(run, self.leases.activity(run), 0.0)
+        return self._report(run, self.leases.activity(run), 0.0, renewal=True)
 
-    def _report(self, run: str, doing: messages.Doing, retry_for_s: float | None) -> Operation[None]:
-        body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
+    def say_goodbye(self) -> Operation[None]:
+        """Report for each run of which this client has pulled that the learner is gone, with one try in all."""
+        try:
+            for run in self.leases.attended():
+                self.leases.leave(run)
+                body = messages.DoingRequest(learner=self.learner, session=self.session, doing="gone")
+                sent = replace(request("POST", "runs", run, "doing", body=body), read_timeout_s=GOODBYE_S)
+                yield from self.call(ApiCall(request=sent, read=read_nothing), retry_for_s=0.0)
+        except HeadraceError as error:
+            log.info("The service was not told that this learner is gone: %s", error)
+
+    def _report(
+        self, run: str, doing: messages.Doing, retry_for_s: float | None, *, renewal: bool = False
+    ) -> Operation[None]:
+        body = messages.DoingRequest(
+            learner=self.learner, session=self.session, doing=doing, heartbeat_s=self.heartbeat_s, renewal=renewal
+        )
         return self.command("POST", "runs", run, "doing", body=body, retry_for_s=retry_for_s)

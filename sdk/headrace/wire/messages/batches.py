@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from headrace.wire.messages.fields import Labels, Note
 from headrace.wire.messages.versions import Weights
 
-Doing = Literal["waiting", "training", "evaluating", "checkpointing", "idle"]
-"""The activity that a learner reports."""
+Doing = Literal["waiting", "training", "evaluating", "checkpointing", "idle", "gone"]
+"""The activity that a learner reports. ``gone``: its client was closed."""
+
+HeartbeatInterval = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+"""Seconds between reports of a learner."""
 
 
 class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,6 +41,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     batch: str = ""
     environments: Labels = []
     tags: Labels = []
+    heartbeat_s: HeartbeatInterval = 0.0
+    """The learner reports its activity at least that often until it is gone; 0: no promise."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -122,3 +127,7 @@ class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     learner: str
     session: str
     doing: Doing
+    heartbeat_s: HeartbeatInterval = 0.0
+    """As in ``PullRequest``."""
+    renewal: bool = False
+    """The client repeats the last report by itself, for the leases and as a heartbeat."""

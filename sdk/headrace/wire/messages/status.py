@@ -46,6 +46,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds since that report; -1 without one."""
     learner_waiting: bool
     """True while a pull waits."""
+    learner_heard_s: float = -1.0
+    """Seconds since the last request of that learner; -1 without one."""
+    learner_silent: bool = False
+    """True if it missed its heartbeats, or sent nothing for a batch lease if it promised none."""
+    learner_holds: int = 0
+    """Batches that it holds unacked."""
     reasons: list[Reason]
     """The reasons why a pull waits, or would wait if it came now."""
     selected: dict[str, int] = {}
