@@ -72,6 +72,7 @@ CLIENTS = _tests(
     "idle connections and endless headers", "tests/chaos/test_hostile_clients.py", CHAOS_HOSTILE_ROUNDS="20"
 )
 WORKERS = _tests("20 dead workers", "tests/chaos/test_dead_workers.py", CHAOS_DEAD_WORKERS="20")
+NAMES = _tests("kills of workers that keep their names", "tests/chaos/test_kept_names.py", CHAOS_KEPT_NAMES="24")
 PROGRAMS = _tests(
     "10,000 hostile programs",
     "-s",
@@ -80,7 +81,7 @@ PROGRAMS = _tests(
 )
 
 LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS, FOLDERS))
-ALONE = (CLIENTS, WORKERS, PROGRAMS)
+ALONE = (CLIENTS, WORKERS, NAMES, PROGRAMS)
 
 
 async def run(lanes: Sequence[Sequence[Part]], alone: Sequence[Part], console: Console) -> int:

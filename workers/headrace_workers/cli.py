@@ -85,7 +85,12 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     help="Runtime in which environments and tools run programs, such as bubblewrap (`headrace sandbox doctor` lists "
     "those that work), or the address of a `headrace sandbox serve`. Default: none; environments that need one fail.",
 )
-@click.option("--name", default="", help="Unique name. Default: host, process and a random part.")
+@click.option(
+    "--name",
+    default="",
+    help="Name, which no other running worker has. A restarted worker may keep it. Default: host, process and a random "
+    "part.",
+)
 @click.option(
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -78,7 +78,7 @@ class Scheduler:
             if episode.state in ("leased", "cancelling") and episode.deadline <= now:
                 run = state.run_of(episode)
                 runs[run.name] = run
-                follow_ups.expire_attempt(state, episode, now)
+                follow_ups.lose_attempt(state, episode, now)
         for run in runs.values():
             follow_ups.settle(state, run, now)
         for run in state.runs.values():

@@ -95,16 +95,23 @@ class Dispatched(Event, frozen=True, kw_only=True):
     pool: str
     version: Version
     grants: list[Grant]
+    instance: str = ""
+    """The process of the worker."""
 
 
 WORKER_LOST = "worker lost"
-"""Reason of an attempt that was lost with its worker: the lease ran out and the worker was silent."""
+"""Reason of an attempt that was lost with its worker: the lease ran out and the worker was silent, or another process
+has taken its name."""
+
+NEVER_BEGUN = "never begun"
+"""Reason of an attempt whose grant did not reach its worker: the worker reported its attempts, and never this one."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
     """An attempt ends without a result and the episode is queued again. ``counts``: it draws on the retry budget (a
-    retryable failure and an attempt that a live worker dropped do; hand-back, drain, cancellation and the loss of the
-    worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
+    retryable failure and an attempt that a live worker dropped do; hand-back, drain, cancellation, the loss of the
+    worker and an attempt that nobody began do not). ``reason`` is ``WORKER_LOST`` or ``NEVER_BEGUN`` for the last
+    two."""
 
     run: str
     episode: str

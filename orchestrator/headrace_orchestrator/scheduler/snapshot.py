@@ -202,6 +202,7 @@ class SnapshotWorker(SnapshotRow, frozen=True):
     name: str
     pool: str
     attempts: list[str]
+    instance: str = ""
 
 
 class SnapshotFormat(SnapshotRow, frozen=True):
@@ -245,7 +246,7 @@ def snapshot(state: SchedulerState) -> bytes:
         FORMAT,
         [_stored_run(run) for run in state.runs.values()],
         [
-            (worker.name, worker.pool, list(worker.attempts))
+            (worker.name, worker.pool, list(worker.attempts), worker.instance)
             for worker in state.workers.by_name.values()
             if worker.attempts or worker.name in state.workers.draining
         ],
@@ -351,6 +352,7 @@ def _restore_group(run: Run, stored: SnapshotGroup) -> None:
 
 def _restore_worker(state: SchedulerState, row: SnapshotWorker, attempts: Iterable[Episode], now: float) -> None:
     worker: WorkerState = state.workers.named(row.name, row.pool, now)
+    worker.instance = row.instance
     for episode in attempts:
         worker.attempts[episode.id] = episode
         episode.deadline = now + state.run_of(episode).spec.attempt_lease_s

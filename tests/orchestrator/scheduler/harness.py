@@ -171,9 +171,12 @@ class Harness:
         self.settle()
         return reply
 
-    def heartbeat(self, worker: str = "w", holding: list[messages.AttemptKey] | None = None) -> messages.HeartbeatReply:
+    def heartbeat(
+        self, worker: str = "w", holding: list[messages.AttemptKey] | None = None, **request: Any
+    ) -> messages.HeartbeatReply:
         held = list(self.holding.get(worker, {}).values()) if holding is None else holding
-        reply = self.core.heartbeat(messages.HeartbeatRequest(worker=worker, slots=8, holding=held), self.now)
+        beat = messages.HeartbeatRequest(worker=worker, slots=8, holding=held, **request)
+        reply = self.core.heartbeat(beat, self.now)
         self.settle()
         return reply
 

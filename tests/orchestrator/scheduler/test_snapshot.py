@@ -125,7 +125,7 @@ def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_schedule
 
 
 SOFT = {
-    Episode: {"deadline"},
+    Episode: {"begun", "deadline"},
     Group: {"failed_attempts"},
     OpenBatch: {"deadline"},
     Evaluation: {"deadline", "expired", "reported_at"},
@@ -137,6 +137,7 @@ SOFT = {
         "estimator_failure",
         "failure_backoff",
         "failure_streak",
+        "lost_attempts",
         "cut_deadlines",
         "learners",
         "retiring",

@@ -94,6 +94,15 @@ async def test_a_worker_reports_its_name_and_capabilities() -> None:
     assert set(stub.heartbeats[0].stats) >= {"event_loop_lag_s", "spool_bytes", "policy_waiting"}
 
 
+async def test_leases_and_heartbeats_name_the_instance_of_their_process() -> None:
+    for settings in ({}, {"instance": "injected"}):
+        async with orchestrating() as stub, working(stub, **settings):
+            await stub.until(lambda stub=stub: stub.leases and stub.heartbeats)
+            instance = stub.leases[0].instance
+            assert instance == stub.heartbeats[0].instance
+            assert instance == settings.get("instance", make_id(1000))
+
+
 async def test_an_attempt_that_is_granted_twice_is_run_once() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1) * 3

@@ -6,6 +6,7 @@
 * When stopped again, it returns all attempts at once.
 * An outage of the orchestrator does not stop episodes.
 * A lease request times out well before leases granted by a lost answer expire.
+* Leases and heartbeats name the instance of their process.
 * Attempts are renewed only while their event loop runs.
 * Without its heartbeat, or with too many hanging environment calls, it ends with an error; its supervisor starts
   another worker.
@@ -69,7 +70,8 @@ SHUTDOWN_S = 5.0
 class WorkerSettings:
     """Settings of a worker. ``name`` is unique among all workers; ``spool_bytes`` limits finished records in memory;
     ``sandbox`` names the sandbox in which environments run programs, if any; ``imports`` are modules already imported
-    here, which environment processes import too.
+    here, which environment processes import too. ``instance`` tells this process from others of the name; by default it
+    is a new id.
 
     ``max_hanging`` limits environment calls that never return. Each keeps a thread and its environment's memory until
     the process ends. A machine bears the default number easily, and a long run with a few bad tasks does not reach it.
@@ -86,6 +88,7 @@ class WorkerSettings:
     spool_bytes: int = 256 << 20
     grace_s: float = 30.0
     max_hanging: int = 64
+    instance: str = ""
 
 
 class Worker:
@@ -94,6 +97,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings, tools: EpisodeTools) -> None:
         self._settings = settings
         self._tools = tools
+        self._instance = settings.instance or tools.new_id()
         fence = EpochFence()
         self._connection, heartbeat_connection = (
             OrchestratorConnection(settings.orchestrator, worker=settings.name, token=settings.token, fence=fence)
@@ -194,6 +198,7 @@ class Worker:
             free=min(self._free(), max(1, self._settings.slots // LEASES_PER_FILL)),
             holding=self._attempts.keys() if report_held else None,
             wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_PER_TERM),
+            instance=self._instance,
         )
 
     def _answer_s(self) -> float:
@@ -248,6 +253,7 @@ class Worker:
 
     def _heartbeat_content(self) -> messages.HeartbeatRequest:
         return messages.HeartbeatRequest(
+            instance=self._instance,
             worker=self._settings.name,
             pool=self._settings.pool,
             slots=self._settings.slots,

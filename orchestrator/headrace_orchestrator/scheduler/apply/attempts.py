@@ -23,7 +23,7 @@ from headrace_orchestrator.scheduler.apply.group_progress import (
 from headrace_orchestrator.scheduler.apply.groups import cut, retire
 from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, Episode, Group
-from headrace_orchestrator.scheduler.state.run import Run, remember
+from headrace_orchestrator.scheduler.state.run import LostAttempt, Run, remember
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 LEASE_EXPIRED = "lease-expired"
@@ -36,6 +36,7 @@ UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
 def dispatched(state: SchedulerState, event: events.Dispatched, now: float) -> None:
     run = state.runs[event.run]
     worker = state.workers.named(event.worker, event.pool, now)
+    worker.instance = event.instance or worker.instance
     deadline = now + run.spec.attempt_lease_s
     worker.term_s = min(worker.term_s, run.spec.attempt_lease_s)
     episodes = state.episodes
@@ -61,6 +62,7 @@ def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version
     episode.nonce = grant.nonce
     episode.worker = worker
     episode.version = version
+    episode.begun = False
     group = episode.group
     assign_dispatch_order(run, group)
     if group.evaluation is None:
@@ -87,10 +89,12 @@ def attempt_ended(state: SchedulerState, event: events.AttemptEnded, now: float)
     episode = state.episodes[event.episode]
     run = state.runs[event.run]
     episode.require_move("queued", event.reason)
-    state.holder_of(episode).attempts.pop(episode.id, None)
+    worker = state.holder_of(episode)
+    worker.attempts.pop(episode.id, None)
     episode.move("queued", event.reason)
     if event.reason == events.WORKER_LOST:
         episode.workers_lost += 1
+        run.lost_attempts.append(LostAttempt(now, worker.process, episode.group.task.environment))
     if event.counts:
         episode.retries_used += 1
         run.recent_failures.append(event.failure)

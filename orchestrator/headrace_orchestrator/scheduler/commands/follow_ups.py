@@ -3,7 +3,8 @@
 * Between commands no group waits for a decision and no credit lies idle; admission stays only slightly ahead of
   dispatch.
 * One dead worker neither quarantines a task nor fails a group: its attempts are queued again and draw no budget. An
-  attempt that a live worker dropped draws on the budget, and counts towards quarantine.
+  attempt that a live worker began and dropped draws on the budget, and counts towards quarantine.
+* An attempt that nobody began counts for nothing.
 * A task that crashes its worker each time ends: an episode survives ten times ``max_attempts`` lost workers.
 * Groups that a new version or a closed run leaves behind are retired in slices, and not served meanwhile.
 * After a replay, changes that a cut log left unfinished are completed; settling depends on the state alone.
@@ -27,9 +28,6 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 SLICE = 64
 """Maximum number of groups that one command retires: a million would block all requests for half a minute."""
-
-MAX_LOSSES_PER_ATTEMPT = 10
-"""Lost workers that an episode survives, for each attempt of its budget: more than any spot market causes."""
 
 
 def settle(state: SchedulerState, run: Run, now: float) -> None:
@@ -162,14 +160,16 @@ def _quarantine_overdue(state: SchedulerState, run: Run, now: float) -> None:
                 quarantine_if_due(state, run, task, now)
 
 
-def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
-    """Decide on an attempt whose lease ran out."""
+def lose_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
+    """Decide on an attempt whose lease ran out, or whose worker's name another process has taken."""
     run = state.run_of(episode)
     if episode.state == "cancelling":
         message = "The worker did not report the end of the cancelled attempt."
         end(state, episode, "cancelled", episode.group.reason, message, now)
     elif run.is_quarantined(episode.group.task):
         end(state, episode, "failed", "quarantined", "Too many attempts of this task failed.", now)
+    elif _was_never_begun(state, run, episode):
+        requeue(state, episode, events.NEVER_BEGUN, False, None, now)
     elif _was_dropped(state, run, episode):
         if has_attempts_left(run, episode):
             requeue(state, episode, "dropped", True, None, now)
@@ -177,13 +177,20 @@ def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
             message = f"Worker {episode.worker} is alive and dropped attempt {episode.attempt}, the last of the budget."
             end(state, episode, "failed", "dropped", message, now)
     else:
-        bound = MAX_LOSSES_PER_ATTEMPT * run.spec.retries.max_attempts
+        bound = run.max_lost_workers
         if episode.workers_lost < bound:
             requeue(state, episode, events.WORKER_LOST, False, None, now)
         else:
-            message = f"Worker {episode.worker} was lost; an episode may lose {bound} workers."
+            process = state.holder_of(episode).process
+            message = f"Worker {process} was lost; an episode may lose {bound} workers."
             end(state, episode, "failed", LEASE_EXPIRED, message, now)
     quarantine_if_due(state, run, episode.group.task, now)
+
+
+def _was_never_begun(state: SchedulerState, run: Run, episode: Episode) -> bool:
+    """True if the worker listed its attempts after it was granted this one, and never listed this one: the grant did
+    not reach it. An attempt that it has listed was renewed then, so its lease began later."""
+    return not episode.begun and state.holder_of(episode).listed > episode.deadline - run.spec.attempt_lease_s
 
 
 def _was_dropped(state: SchedulerState, run: Run, episode: Episode) -> bool:

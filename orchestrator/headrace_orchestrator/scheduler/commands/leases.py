@@ -7,6 +7,7 @@
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
 * The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
+* A new process under the name of another has none of its attempts: they are lost at once, and the other one stops.
 * A heartbeat renews the attempts that it lists; its reply names those of them that are over.
 """
 
@@ -33,6 +34,8 @@ HEARTBEATS_A_TERM = 3
 def lease(state: SchedulerState, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
     """Grant up to ``free`` attempts."""
     worker = _hear_from(state, request, now)
+    if worker is None:
+        return messages.LeaseReply(epoch=state.epoch, cancels=_cancel_all(request.holding or []), drain=True)
     worker.capabilities = frozenset(request.capabilities)
     draining = worker.name in state.workers.draining
     cancels: list[messages.Cancel] = []
@@ -49,15 +52,47 @@ def lease(state: SchedulerState, request: messages.LeaseRequest, now: float) -> 
 
 def _hear_from(
     state: SchedulerState, request: messages.LeaseRequest | messages.HeartbeatRequest, now: float
-) -> WorkerState:
-    if request.worker in state.workers.draining and state.workers.is_gone(request.worker, now):
+) -> WorkerState | None:
+    """The worker that sent a request; None for a process whose name a later one has."""
+    known = state.workers.by_name.get(request.worker)
+    if known is not None and request.instance in known.replaced:
+        return None
+    is_new = known is not None and "" != known.instance != request.instance != ""
+    if request.worker in state.workers.draining and (is_new or state.workers.is_gone(request.worker, now)):
         emit(state, events.WorkerDraining(worker=request.worker, over=True), now)
-    return state.workers.hear_from(request.worker, request.pool, request.slots, now)
+    if known is not None and is_new:
+        _lose_all(state, known, now)
+        known.take_over(request.instance)
+    worker = state.workers.hear_from(request.worker, request.pool, request.slots, now)
+    worker.instance = request.instance or worker.instance
+    return worker
+
+
+def _lose_all(state: SchedulerState, worker: WorkerState, now: float) -> None:
+    """Decide on the attempts of a process that is gone."""
+    changed: dict[str, Run] = {}
+    for episode in list(worker.attempts.values()):
+        if episode.id in worker.attempts:  # settling for one episode may have ended another
+            run = state.run_of(episode)
+            changed[run.name] = run
+            follow_ups.lose_attempt(state, episode, now)
+    for run in changed.values():
+        follow_ups.settle(state, run, now)
+
+
+def _cancel_all(holding: list[messages.AttemptKey]) -> list[messages.Cancel]:
+    return [
+        messages.Cancel(episode=key.episode, attempt=key.attempt, reason="superseded", record=False) for key in holding
+    ]
 
 
 def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
     """Renew the attempts that a worker holds."""
     worker = _hear_from(state, request, now)
+    if worker is None:
+        cancels = _cancel_all(request.holding)
+        interval_s = DEFAULT_TERM_S / HEARTBEATS_A_TERM
+        return messages.HeartbeatReply(epoch=state.epoch, interval_s=interval_s, cancels=cancels, drain=True)
     worker.stats = request.stats
     cancels, _ = _renew(state, worker, request.holding, now)
     terms = [run.spec.attempt_lease_s for run in state.pools.get(worker.pool, ()) if not run.closed]
@@ -114,6 +149,7 @@ def _renew(
             cancels.append(messages.Cancel(episode=key.episode, attempt=key.attempt, reason="superseded", record=False))
         elif episode.state == "leased":
             valid += 1
+            episode.begun = True
             if episode.group.run != run:
                 run = episode.group.run
                 deadline = now + state.runs[run].spec.attempt_lease_s
@@ -136,7 +172,7 @@ def _grant_again(
     draining: bool,
     now: float,
 ) -> list[messages.Assignment]:
-    """Grant again, unchanged, attempts that never reached the worker, within its free slots."""
+    """Grant again, unchanged, attempts that never reached the worker, within its free slots; queue the others again."""
     listed = {(key.episode, key.attempt) for key in holding}
     again: list[messages.Assignment] = []
     changed: dict[str, Run] = {}
@@ -153,6 +189,10 @@ def _grant_again(
         elif len(again) < free:
             episode.deadline = now + run.spec.attempt_lease_s
             again.append(_assignment(run, episode))
+        else:
+            reason = events.WORKER_LOST if episode.begun else events.NEVER_BEGUN
+            follow_ups.requeue(state, episode, reason, False, None, now)
+            changed[run.name] = run
     for run in changed.values():
         follow_ups.settle(state, run, now)
     return again
@@ -176,7 +216,12 @@ def _grant(
         nonce = state.new_nonce()  # one for all: it tells this grant of an attempt from any other
         grants = [events.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
         dispatched = events.Dispatched(
-            run=run.name, worker=worker.name, pool=worker.pool, version=run.policy_servers.held, grants=grants
+            run=run.name,
+            worker=worker.name,
+            pool=worker.pool,
+            version=run.policy_servers.held,
+            grants=grants,
+            instance=worker.instance,
         )
         emit(state, dispatched, now)
         attempts.extend([_assignment(run, episode) for episode in episodes])

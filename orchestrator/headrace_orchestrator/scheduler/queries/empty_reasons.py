@@ -21,6 +21,9 @@ FAILING_SHARE = 0.5
 MIN_FAILURES = 4
 """Minimum number of failures in a layer that is reported as failing."""
 
+LOST_WORKERS, LOST_WITHIN_S = 2, 300.0
+"""Workers that are reported as lost, from this number of them in so many seconds: a restart of one is usual."""
+
 NAMED_SHARDS = 8
 """Maximum number of missing shards that a message names."""
 
@@ -187,6 +190,7 @@ def _filtered(run: Run, filter: GroupFilter) -> Iterator[Reason]:
 def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     """Reasons that keep admitted groups from becoming complete."""
     yield from _no_workers(state, run, now)
+    yield from _lost_workers(run, now)
     yield from _saturated(run)
     yield from _failing(run, now)
     yield from _evaluation_hold(run, now)
@@ -218,6 +222,25 @@ def _no_workers(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]
             message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
             facts={"pool": pool, "queued": queued, "workers": len(fit)},
         )
+
+
+def _lost_workers(run: Run, now: float) -> Iterator[Reason]:
+    """A reason that counts the workers which were lost with attempts of the run, as to an environment that ends its
+    process."""
+    lost = [attempt for attempt in run.lost_attempts if now - attempt.at <= LOST_WITHIN_S]
+    workers = len({attempt.worker for attempt in lost})
+    if workers < LOST_WORKERS:
+        return
+    ((environment, attempts),) = Counter(attempt.environment for attempt in lost).most_common(1)
+    yield Reason(
+        code="workers-lost",
+        message=(
+            f"In the last {LOST_WITHIN_S / 60:.0f} minutes {workers} workers were lost, with "
+            f"{_count(attempts, 'attempt')} of {environment}. Does it end its process? An episode fails for good when "
+            f"it has lost more than {run.max_lost_workers} workers."
+        ),
+        facts={"workers": workers, "attempts": len(lost), "environment": environment},
+    )
 
 
 def _saturated(run: Run) -> Iterator[Reason]:

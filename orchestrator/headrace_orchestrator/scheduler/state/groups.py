@@ -98,6 +98,7 @@ class Episode:
 
     __slots__ = (
         "attempt",
+        "begun",
         "by_worker",
         "deadline",
         "failure",
@@ -132,6 +133,8 @@ class Episode:
         self.worker = ""
         self.version: Version | None = None
         self.deadline = 0.0
+        #: Soft: whether its worker has listed the latest attempt.
+        self.begun = False
         #: Attempts that drew on the retry budget.
         self.retries_used = 0
         #: Attempts that were lost with workers that fell silent.

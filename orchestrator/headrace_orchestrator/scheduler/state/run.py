@@ -6,7 +6,7 @@ Soft fields (deadlines, what the learner does) are marked; a replay resets them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
@@ -64,6 +64,20 @@ RECENT_ATTEMPTS = 16
 
 MISSED_HEARTBEATS = 3
 """Heartbeats of a learner that may be missing before it counts as silent."""
+
+MAX_LOSSES_PER_ATTEMPT = 10
+"""Lost workers that an episode survives, for each attempt of its budget: more than any spot market causes."""
+
+REMEMBERED_LOSSES = 256
+"""Latest attempts lost with their workers, for the reason that counts them: several large workers."""
+
+
+class LostAttempt(NamedTuple):
+    """An attempt that was lost with its worker: the time, the worker's process and the environment."""
+
+    at: float
+    worker: str
+    environment: str
 
 
 class LearnerActivity:
@@ -177,6 +191,7 @@ class Run:
         #: Soft: the error of the run's estimator where it could not compute the last batch; else empty.
         self.estimator_failure = ""
         #: Soft.
+        self.lost_attempts: deque[LostAttempt] = deque(maxlen=REMEMBERED_LOSSES)
         self.failure_streak = FailureStreak()
         self.failure_backoff = FailureBackoff()
         self.concurrency_cap = ConcurrencyCap()
@@ -235,6 +250,11 @@ class Run:
     def only_goes_stale(self) -> bool:
         """True if more groups in a row went stale than the ledger holds twice, and than failures are remembered."""
         return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
+
+    @property
+    def max_lost_workers(self) -> int:
+        """Lost workers that an episode survives."""
+        return MAX_LOSSES_PER_ATTEMPT * self.spec.retries.max_attempts
 
     @property
     def remembered_tasks(self) -> int:

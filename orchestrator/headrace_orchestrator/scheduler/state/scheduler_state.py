@@ -73,6 +73,7 @@ class SchedulerState:
                 evaluation.deadline = now + evaluation.deadline_s
                 evaluation.reported_at = now
                 evaluation.expired = False
+            run.lost_attempts.clear()
             run.cut_deadlines.clear()
             for group in run.open_groups.values():
                 run.set_cut_deadline(group, now)

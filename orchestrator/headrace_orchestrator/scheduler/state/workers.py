@@ -4,6 +4,7 @@ All of it is soft except the attempts, which events assign to their workers, and
 
 * A worker that sent nothing for a lease term is silent, and its slots do not count, until it is heard again.
 * A drain is over when its worker is gone; a later process of the same name gets work.
+* A process is told from its name by its instance; the requests of one whose name another took are recognized.
 * A lease only gets longer, so the watched moment of a worker is never too late; one that is too early costs one check.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 
 from headrace_orchestrator.scheduler.state.groups import Episode
 
@@ -24,6 +25,9 @@ GONE_S = 60.0
 SWEEP_S = 1.0
 """Seconds between two checks of all workers."""
 
+REMEMBERED_INSTANCES = 16
+"""Earlier processes of a name whose late requests are recognized."""
+
 
 class WorkerState:
     """A worker."""
@@ -32,9 +36,11 @@ class WorkerState:
         "attempts",
         "capabilities",
         "heard",
+        "instance",
         "listed",
         "name",
         "pool",
+        "replaced",
         "seen",
         "silent",
         "slots",
@@ -56,11 +62,26 @@ class WorkerState:
         self.silent = False
         #: Whether it sent a request since this process began; the slots of a worker known from the log alone are not.
         self.heard = False
+        #: The process that has the name; empty if it is not known. Earlier ones, latest last.
+        self.instance = ""
+        self.replaced: deque[str] = deque(maxlen=REMEMBERED_INSTANCES)
         #: When it last listed its attempts.
         self.listed = -math.inf
         self.stats: dict[str, float] = {}
         #: When its leases are checked next; None if it holds nothing.
         self.watched: float | None = None
+
+    @property
+    def process(self) -> str:
+        """Its name, with its instance if it has one: a supervisor may give a name to many processes."""
+        return f"{self.name} (process {self.instance})" if self.instance else self.name
+
+    def take_over(self, instance: str) -> None:
+        """Record that another process has the name."""
+        self.replaced.append(self.instance)
+        self.instance = instance
+        self.listed = -math.inf
+        self.stats = {}
 
 
 class Workers:

@@ -22,6 +22,11 @@ Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 """Slots of one worker. The bound protects the sum over a pool from one absurd number."""
 
 
+Instance = Annotated[str, msgspec.Meta(max_length=64)]
+"""The id of a worker's process, which tells it from an earlier or a later process of the same name. Empty for workers
+that have none: then an earlier process's attempts run until their leases end."""
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's request for attempts.
 
@@ -39,6 +44,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Free slots: at most that many attempts are granted."""
     holding: list[AttemptKey] | None = None
     wait_s: float = 0.0
+    instance: Instance = ""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,7 +86,7 @@ class LeaseReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempts: list[Assignment] = []
     cancels: list[Cancel] = []
     drain: bool = False
-    """The worker must finish its attempts and take no new ones."""
+    """The worker must finish its attempts and take no new ones: it drains, or a later process has its name."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,6 +100,7 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """Gauges of the worker: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; and
     counters since its start: ``control_tokens`` that texts of environments spelled, and for each policy server
     ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``."""
+    instance: Instance = ""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

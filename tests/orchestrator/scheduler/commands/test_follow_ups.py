@@ -8,7 +8,8 @@ from tests.orchestrator.scheduler.harness import BROKEN, NO_POLICY, Harness
 
 
 def drop(harness: Harness, worker: str = "w") -> None:
-    """Let the worker send heartbeats that list no attempts, until the leases run out."""
+    """Let the worker list its attempts once, and then send heartbeats that list none, until the leases run out."""
+    harness.heartbeat(worker)
     harness.holding[worker] = {}
     for _ in range(3):
         harness.advance(10.0)
@@ -45,6 +46,43 @@ def test_one_dead_worker_neither_quarantines_a_task_nor_fails_a_group(harness):
     assert harness.events_of(events.TaskQuarantined) == []
     assert harness.work("steady") == 4
     assert len(harness.batch().groups) == 1
+
+
+def test_an_attempt_that_nobody_began_counts_for_nothing(harness):
+    harness.run(tasks=[{"environment": "game:A"}], group_size=4, batch_size=4, attempt_lease_s=30)
+    for number in range(5):
+        # The answer to the lease request is held back, and the heartbeats list nothing.
+        assert [attempt.attempt for attempt in harness.lease(4, "w", holding=[])] == [number + 1] * 4
+        harness.holding["w"] = {}
+        for _ in range(3):
+            harness.advance(10.0)
+            harness.heartbeat("w")
+    assert {(event.reason, event.counts) for event in harness.events_of(events.AttemptEnded)} == {
+        ("never begun", False)
+    }
+    assert harness.events_of(events.TaskQuarantined) == []
+    assert {episode.workers_lost for episode in harness.core.state.episodes.values()} == {0}
+    assert harness.work() == 4
+
+
+def test_a_task_that_crashes_each_process_of_one_name_ends(harness):
+    harness.checked = False
+    harness.run(
+        tasks=[{"environment": "game:A"}],
+        group_size=2,
+        batch_size=2,
+        retries={"max_attempts": 1, "quarantine_after": 2},
+    )
+    number = 0
+    while not harness.retired():
+        number += 1
+        harness.holding["w0"] = {}
+        assert harness.lease(2, "w0", instance=f"process{number}") or harness.retired()
+        harness.heartbeat("w0", instance=f"process{number}")
+    failures = [event.failure for event in harness.events_of(events.EpisodeEnded)]
+    assert [failure.kind for failure in failures] == ["lease-expired"] * 3 + ["quarantined"]
+    assert "Worker w0 (process process11) was lost" in failures[0].message
+    assert number == 23
 
 
 def test_a_task_that_crashes_its_worker_each_time_ends(harness):

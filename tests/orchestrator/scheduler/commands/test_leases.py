@@ -79,6 +79,78 @@ def test_a_lost_grant_of_a_cancelled_attempt_is_ended_by_the_scheduler(harness):
     assert harness.ends(attempt.episode) == ["cancelled"]
 
 
+def test_what_was_granted_in_a_lost_reply_and_is_more_than_the_free_slots_is_queued_again(harness):
+    harness.run(group_size=8, batch_size=8)
+    lost = harness.lease(6, slots=8)
+    again = harness.lease(2, slots=8, holding=[])
+    assert [(a.episode, a.attempt, a.nonce) for a in again] == [(a.episode, a.attempt, a.nonce) for a in lost[:2]]
+    ended = harness.events_of(events.AttemptEnded)
+    assert [(event.reason, event.counts) for event in ended] == [("never begun", False)] * 4
+    assert {attempt.attempt for attempt in harness.lease(6, "other")} == {1, 2}
+
+
+def test_a_new_process_under_the_name_of_another_has_none_of_its_attempts_they_are_lost_at_once(harness):
+    harness.run(group_size=4, batch_size=4, attempt_lease_s=30)
+    held = harness.lease(4, "w0", instance="first")
+    harness.heartbeat("w0", instance="first")
+    harness.holding["w0"] = {}
+    (again,) = harness.lease(1, "w0", instance="second")
+    ended = harness.events_of(events.AttemptEnded)
+    assert [(event.reason, event.counts) for event in ended] == [("worker lost", False)] * 4
+    assert again.episode in {attempt.episode for attempt in held}
+    assert again.attempt == 2
+    assert {attempt.attempt for attempt in harness.lease(3, "other")} == {2}
+    assert harness.finish(held[0], worker="w0", nonce=held[0].nonce) == "superseded"
+    harness.advance(29.0)
+    harness.heartbeat("w0", instance="second")
+    assert len(harness.events_of(events.AttemptEnded)) == 4
+
+
+def test_the_process_that_lost_its_name_is_told_to_stop_and_takes_nothing_from_the_later_one(harness):
+    harness.run(group_size=4, batch_size=4)
+    harness.lease(2, "w0", instance="first")
+    keys = list(harness.holding["w0"].values())
+    harness.holding["w0"] = {}
+    later = harness.lease(2, "w0", instance="second")
+    for reply in (
+        harness.heartbeat("w0", holding=keys, instance="first"),
+        harness.lease_reply(2, "w0", instance="first", holding=keys),
+    ):
+        assert reply.drain
+        assert [cancel.episode for cancel in reply.cancels] == [key.episode for key in keys]
+    assert [harness.finish(attempt, worker="w0") for attempt in later] == ["accepted"] * 2
+    assert harness.lease(2, "w0", instance="second")
+
+
+def test_a_process_is_known_after_a_restart_of_the_orchestrator(harness):
+    harness.run(group_size=4, batch_size=4)
+    harness.lease(4, "w0", instance="first")
+    for core in (harness.replayed(), harness.restored(harness.core.snapshot())):
+        harness.restart(core)
+        assert harness.core.state.workers.by_name["w0"].instance == "first"
+    harness.holding["w0"] = {}
+    assert {attempt.attempt for attempt in harness.lease(4, "w0", instance="second")} == {2}
+
+
+def test_a_process_that_names_no_instance_is_granted_its_attempts_again_as_the_version_before_does(harness):
+    harness.run(group_size=4, batch_size=4)
+    granted = harness.lease(4, "w0")
+    harness.holding["w0"] = {}
+    assert [a.nonce for a in harness.lease(4, "w0")] == [a.nonce for a in granted]
+    assert [a.nonce for a in harness.lease(4, "w0", holding=[], instance="first")] == [a.nonce for a in granted]
+
+
+def test_a_drain_ends_with_the_process_and_not_with_its_name(harness):
+    harness.run(group_size=4, batch_size=4)
+    harness.lease(1, "w0", instance="first")
+    harness.core.drain_worker("w0", harness.now)
+    harness.settle()
+    assert harness.lease_reply(1, "w0", instance="first").drain
+    harness.holding["w0"] = {}
+    reply = harness.lease_reply(1, "w0", instance="second")
+    assert (reply.drain, len(reply.attempts)) == (False, 1)
+
+
 def test_a_draining_worker_gets_nothing_new(harness):
     harness.run()
     harness.lease(1)
@@ -99,6 +171,7 @@ def test_a_draining_worker_gets_nothing_new(harness):
 def test_a_heartbeat_renews_the_attempts_that_it_lists(harness):
     harness.run(attempt_lease_s=30)
     kept, lost = harness.lease(2)
+    harness.heartbeat()
     harness.holding["w"].pop(lost.episode)
     for _ in range(5):
         harness.advance(20.0)

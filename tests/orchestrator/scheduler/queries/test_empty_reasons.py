@@ -48,6 +48,19 @@ def test_draining_workers_are_named(harness):
     assert "all 1 worker in pool 'default' drain" in harness.empty().reasons[0].message
 
 
+def test_workers_that_an_environment_ends_are_counted_with_its_name(harness):
+    harness.run(group_size=4, batch_size=4, environments=[{"id": "game:Exits"}])
+    for number in (1, 2, 3):
+        harness.holding["w0"] = {}
+        harness.lease(4, "w0", instance=f"process{number}")
+        assert ("workers-lost" in codes(harness.empty())) == (number > 2), "one restart is usual"
+    (reason,) = [reason for reason in harness.empty().reasons if reason.code == "workers-lost"]
+    assert reason.message.startswith("In the last 5 minutes 2 workers were lost, with 8 attempts of game:Exits.")
+    assert "more than 30 workers" in reason.message
+    harness.advance(301.0)
+    assert "workers-lost" not in codes(harness.empty())
+
+
 def test_holding_k_batches_needs_max_staleness_of_at_least_k_minus_1_and_the_reason_says_so(harness):
     harness.run(batch_size=2, max_staleness=1)
     harness.work()

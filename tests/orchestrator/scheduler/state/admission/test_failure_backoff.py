@@ -62,6 +62,7 @@ def test_a_dropped_attempt_is_no_success_that_lifts_it(harness: Harness):
     fail_all(harness, 5.0, NO_POLICY)
     harness.advance(failure_backoff.LONGEST_S)
     harness.lease(SLOTS)
+    harness.heartbeat("w")
     harness.holding["w"] = {}
     for _ in range(3):
         harness.advance(10.0)
