@@ -79,12 +79,13 @@ def from_problem(body: Mapping[str, Any]) -> HeadraceError:
 
 
 def by_code() -> dict[str, type[HeadraceError]]:
-    """Every error class by its code."""
+    """Every error class by its code; a class without a code of its own does not stand for its parent."""
     classes: dict[str, type[HeadraceError]] = {}
     todo: list[type[HeadraceError]] = [HeadraceError]
     while todo:
         cls = todo.pop()
-        classes[cls.code] = cls
+        if "code" in vars(cls):
+            classes[cls.code] = cls
         todo.extend(cls.__subclasses__())
     return classes
 
