@@ -121,6 +121,13 @@ class Forbidden(RequestError):
     title = "The token's role does not allow this"
 
 
+class ForeignOrigin(Forbidden):
+    """A page of another site may have caused the request."""
+
+    code = "foreign-origin"
+    title = "The request comes from another origin"
+
+
 class NotFound(RequestError):
     """The named thing does not exist."""
 
@@ -252,6 +259,14 @@ class RequestTooLarge(RequestError):
     status = 413
     code = "request-too-large"
     title = "The request body is too large"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body has a type that the service does not read."""
+
+    status = 415
+    code = "unsupported-media-type"
+    title = "The type of the body is not supported"
 
 
 class RequestHeadTooLarge(RequestError):

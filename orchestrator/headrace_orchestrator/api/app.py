@@ -3,6 +3,8 @@
 * Every error becomes a problem body; an unexpected one is logged with an id that the client gets.
 * Every response carries the epoch.
 * The roles in the route table are checked before the body is read.
+* A browser that asks for a page without a token gets the page to sign in.
+* Before a token was accepted, little of a body is read.
 * A small request to a route with a direct handler needs no task of its own.
 """
 
@@ -20,11 +22,21 @@ from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.common.ids import new_id
-from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
+from headrace.errors import (
+    HeadraceError,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    StoreError,
+    Unauthorized,
+    Unavailable,
+)
 from headrace.server import logs
 from headrace.server.auth import Auth
 from headrace.server.uvicorn_protocol import SMALL_BYTES, TOKEN_ACCEPTED, BodyHandler, Respond
 from headrace.wire.messages import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
+from headrace_orchestrator.api import pages
+from headrace_orchestrator.api.browser_sessions import Browser, BrowserSessions
 from headrace_orchestrator.api.http import (
     HttpRequest,
     HttpResponse,
@@ -43,6 +55,9 @@ log = logs.logger(__name__)
 
 RETRY_AFTER_S = 1
 """Value of ``Retry-After`` with the error ``unavailable``."""
+
+OPEN_BODY_BYTES = 16 << 10
+"""Most bytes of the body of a request that needs no token, or whose body is ignored."""
 
 MAX_DIGITS = 18
 """Most digits of a ``Content-Length``; a longer one is not parsed."""
@@ -100,6 +115,7 @@ class OrchestratorApp:
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._max_wait_s = max_wait_s
+        self._sessions = BrowserSessions(time.monotonic)
         self._router = Router(ROUTES)
         self._direct = {(route.method, route.path): route for route in ROUTES if route.direct is not None}
         self._pending: list[tuple[_RoutedRequest, bytes, Respond]] = []
@@ -116,9 +132,13 @@ class OrchestratorApp:
                 route, params = self._router.find("GET" if method == "HEAD" else method, scope["path"])
                 template = route.path
                 self._authorize(header, route, scope)
-                body = await read_body(receive, header(b"content-length"), self._max_body_bytes)
-                request = HttpRequest(params, scope["query_string"], body, receive, self._max_wait_s)
+                body = await read_body(receive, header(b"content-length"), self._body_limit(route))
+                browser = Browser(self._auth, self._sessions, header)
+                request = HttpRequest(params, scope["query_string"], body, receive, self._max_wait_s, browser)
                 response = await self._response(route, request)
+            except Unauthorized as error:
+                asks_for_page = method == "GET" and pages.is_page(scope["path"], header)
+                response = pages.sign_in_page(scope["path"], error) if asks_for_page else problem_response(error)
             except HeadraceError as error:
                 response = problem_response(error)
             except ClientDisconnected:
@@ -182,9 +202,19 @@ class OrchestratorApp:
     def _authorize(self, header: Callable[[bytes], str], route: Route, scope: Scope) -> None:
         """Raise Unauthorized or Forbidden."""
         self._auth.refuse_web_pages(header)
-        self._auth.check(header(b"authorization"), route.roles)
-        if route.roles:
-            scope["extensions"][TOKEN_ACCEPTED]()
+        if not route.roles:
+            return
+        authorization = header(b"authorization")
+        token = None if authorization else self._sessions.token(header, scope["method"])
+        if token is not None:
+            self._auth.require(token, route.roles)
+        else:
+            self._auth.check(authorization, route.roles)
+        scope["extensions"][TOKEN_ACCEPTED]()
+
+    def _body_limit(self, route: Route) -> int:
+        """Most bytes of a body: few for a route that takes none, or is open to all."""
+        return self._max_body_bytes if route.roles and route.request is not None else OPEN_BODY_BYTES
 
     async def _response(self, route: Route, request: HttpRequest) -> HttpResponse:
         reply = await route.handler(self._service, request)
@@ -212,7 +242,7 @@ def problem_response(error: HeadraceError) -> HttpResponse:
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.extra["allowed"])
     if error.status == 401:
-        headers["WWW-Authenticate"] = 'Bearer realm="headrace", Basic realm="headrace"'
+        headers["WWW-Authenticate"] = 'Bearer realm="headrace"'
     return HttpResponse(
         msgspec.json.encode(error.problem()), status=error.status, media_type=PROBLEM_MEDIA_TYPE, headers=headers
     )

@@ -25,6 +25,7 @@ from headrace.bounds import MAX_REFERENCE, require_text
 from headrace.errors import InvalidRequest, RequestTooLarge
 from headrace.server.uvicorn_protocol import BodyParts
 from headrace.wire.messages import HEADER_EPOCH, Weights
+from headrace_orchestrator.api.browser_sessions import Browser
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.waiters import ClientDisconnected
 
@@ -50,14 +51,22 @@ class HttpResponse:
 class HttpRequest:
     """A request, with the parameters of its path and the fields of its query."""
 
-    __slots__ = ("_disconnected", "_max_wait_s", "_receive", "body", "granted_s", "params", "query")
+    __slots__ = ("_disconnected", "_max_wait_s", "_receive", "body", "browser", "granted_s", "params", "query")
 
     def __init__(
-        self, params: Mapping[str, str], query_string: bytes, body: bytes, receive: Receive, max_wait_s: float
+        self,
+        params: Mapping[str, str],
+        query_string: bytes,
+        body: bytes,
+        receive: Receive,
+        max_wait_s: float,
+        browser: Browser | None = None,
     ) -> None:
         self.params = params
         self.query = _parse_query(query_string)
         self.body = body
+        self.browser = browser
+        """The client, for handlers of pages."""
         self._receive = receive
         self._max_wait_s = max_wait_s
         self.granted_s: float | None = None
@@ -193,7 +202,7 @@ async def read_body(receive: Receive, declared: str, limit: int) -> bytes:
 def too_large(limit: int) -> RequestTooLarge:
     return RequestTooLarge(
         f"The body is larger than {limit} bytes, the most that this orchestrator reads.",
-        hint="Send less at a time, or raise the orchestrator's setting max_body_bytes.",
+        hint="Send less at a time. Where a route takes a body, the orchestrator's setting max_body_bytes is the limit.",
         limit_bytes=limit,
         setting="max_body_bytes",
     )

@@ -44,7 +44,8 @@ async def describe(service: Service, request: HttpRequest) -> HttpResponse:
 
 async def docs(service: Service, request: HttpRequest) -> HttpResponse:
     """Respond with the route table as a page."""
-    return pages.page(render.docs(openapi.document(ROUTES, HEADRACE_VERSION)))
+    document = openapi.document(ROUTES, HEADRACE_VERSION)
+    return pages.page(render.docs(document, is_signed_in=pages.is_signed_in(request)))
 
 
 def _worker_routes() -> list[Route]:
@@ -434,10 +435,56 @@ def _reading_routes() -> list[Route]:
     ]
 
 
+def _page_routes() -> list[Route]:
+    return [
+        Route(
+            method="GET",
+            path="/sign-in",
+            summary="The page where a browser signs in with a token.",
+            handler=pages.show_sign_in,
+            response="text/html",
+        ),
+        Route(
+            method="POST",
+            path="/sign-in",
+            summary="Sign in with a token of a viewer or an admin; sets a cookie.",
+            handler=pages.sign_in,
+            request="application/x-www-form-urlencoded",
+            response="text/html",
+            status=303,
+            errors=(errors.ForeignOrigin,),
+        ),
+        Route(
+            method="POST",
+            path="/sign-out",
+            summary="Sign out; deletes the cookie.",
+            handler=pages.sign_out,
+            response="text/html",
+            status=303,
+            errors=(errors.ForeignOrigin,),
+        ),
+        Route(
+            method="GET",
+            path="/console.js",
+            summary="The script of the console.",
+            handler=pages.script,
+            response="text/javascript",
+        ),
+        Route(
+            method="GET",
+            path="/console.css",
+            summary="The style of all pages.",
+            handler=pages.style,
+            response="text/css",
+        ),
+    ]
+
+
 ROUTES: tuple[Route, ...] = (
     *_worker_routes(),
     *_run_routes(),
     *_learner_routes(),
     *_server_routes(),
     *_reading_routes(),
+    *_page_routes(),
 )

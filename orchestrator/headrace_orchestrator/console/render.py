@@ -6,11 +6,12 @@
 * A learner that is gone or silent is not shown as training; what it still holds is stated.
 * A worker that has sent nothing for a lease term is shown as silent, and its slots are not counted.
 * While the disk refuses writes, the page begins with that.
-* A page is complete without scripts, and loads nothing from other hosts.
+* A page is complete without scripts, has none of its own, and loads nothing from other hosts.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any, NamedTuple, Protocol
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -146,9 +147,23 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def console(status: ServiceStatus, phase: Phase) -> str:
+def console(status: ServiceStatus, phase: Phase, *, is_signed_in: bool = False) -> str:
     """The whole page."""
-    return _templates.get_template("console.html").render(content=content(status, phase), version=status.version)
+    return _templates.get_template("console.html").render(
+        content=content(status, phase), version=status.version, is_signed_in=is_signed_in
+    )
+
+
+def sign_in(version: str, page: str, problem: str) -> str:
+    """The page to sign in, which leads to ``page``; ``problem``: why the last try failed."""
+    return _templates.get_template("sign_in.html").render(
+        version=version, page=page, problem=problem, is_signed_in=False
+    )
+
+
+def static_file(name: str) -> bytes:
+    """A file that pages load: console.js or console.css."""
+    return importlib.resources.files(__package__).joinpath("static", name).read_bytes()
 
 
 def content(status: ServiceStatus, phase: Phase) -> str:
@@ -164,9 +179,11 @@ def content(status: ServiceStatus, phase: Phase) -> str:
     )
 
 
-def docs(document: dict[str, Any]) -> str:
+def docs(document: dict[str, Any], *, is_signed_in: bool = False) -> str:
     """The page that describes the HTTP interface."""
-    return _templates.get_template("docs.html").render(document=document, version=document["info"]["version"])
+    return _templates.get_template("docs.html").render(
+        document=document, version=document["info"]["version"], is_signed_in=is_signed_in
+    )
 
 
 def worker_state(worker: WorkerStatus) -> str:

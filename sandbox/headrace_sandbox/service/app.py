@@ -46,6 +46,9 @@ SANDBOX_ROLE: frozenset[Role] = frozenset({"sandbox"})
 READER_ROLES: frozenset[Role] = frozenset({"sandbox", "viewer"})
 NO_ROLE: frozenset[Role] = frozenset()
 
+OPEN_BODY_BYTES = 16 << 10
+"""Most bytes of the body of a request that needs no token."""
+
 CLIENT_DISCONNECTED = 499
 """Status in metrics for requests whose client disconnected before the reply."""
 
@@ -115,7 +118,7 @@ class App:
                 self._auth.check(headers.get(b"authorization", b"").decode("latin-1"), roles)
                 if roles:
                     scope["extensions"][TOKEN_ACCEPTED]()
-                body = await _read_body(receive, self._max_body_bytes)
+                body = await _read_body(receive, self._max_body_bytes if roles else OPEN_BODY_BYTES)
                 watch.begin()
                 reply = await handler(body)
             except asyncio.CancelledError:

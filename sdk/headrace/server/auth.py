@@ -2,9 +2,8 @@
 
 * A loopback bind needs no tokens; any other bind without tokens is refused at start.
 * Tokens come from a file, and are compared by digest in constant time. One token under two names is refused.
-* A browser may send its token as the password of basic auth.
 * Without tokens the service accepts requests of programs, not of web pages: it refuses those with another origin or
-  host, or with a body of a type that any page may send.
+  host (status 403), or with a body of a type that any page may send (status 415).
 
 The file is TOML, with one table for each token::
 
@@ -18,7 +17,6 @@ Roles: ``learner``, ``worker``, ``sandbox``, ``viewer``, and ``admin``, which ha
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import hmac
@@ -32,7 +30,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.errors import Forbidden, SetupError, Unauthorized
+from headrace.errors import Forbidden, ForeignOrigin, SetupError, Unauthorized, UnsupportedMediaType
 from headrace.wire.messages import RECORDS_MEDIA_TYPE
 
 Role = Literal["learner", "worker", "sandbox", "viewer", "admin"]
@@ -57,7 +55,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: list[_Entry]
 
 
-class _Token(NamedTuple):
+class Token(NamedTuple):
+    """A token of the file."""
+
     digest: bytes
     name: str
     roles: frozenset[Role]
@@ -66,14 +66,21 @@ class _Token(NamedTuple):
 class Auth:
     """Checks the ``Authorization`` header of a request against the roles of its route."""
 
-    def __init__(self, tokens: list[_Token] | None) -> None:
+    def __init__(self, tokens: list[Token] | None) -> None:
         self._tokens = tokens
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if routes with roles need a token."""
+        return self._tokens is not None
 
     def check(self, authorization: str, roles: Set[Role]) -> None:
         """Raise Unauthorized or Forbidden unless the header's token has one of the roles. No roles: open to all."""
-        if self._tokens is None or not roles:
-            return
-        token = self._find(_token_in(authorization))
+        if self._tokens is not None and roles:
+            self.require(self.identify(_token_in(authorization)), roles)
+
+    def require(self, token: Token, roles: Set[Role]) -> None:
+        """Raise Forbidden unless the token has one of the roles."""
         if "admin" not in token.roles and not token.roles & roles:
             raise Forbidden(
                 f"The token {token.name!r} has the role {' and '.join(sorted(token.roles))}; "
@@ -82,7 +89,8 @@ class Auth:
             )
 
     def refuse_web_pages(self, header: Callable[[bytes], str]) -> None:
-        """Raise Forbidden for a request that a web page can make a browser send, if the service has no tokens.
+        """Raise ForeignOrigin or UnsupportedMediaType for a request that a web page can make a browser send, if the
+        service has no tokens.
 
         ``header`` returns a header of the request, or an empty string.
         """
@@ -90,24 +98,25 @@ class Auth:
             return
         host, origin = header(b"host"), header(b"origin")
         if host and not _is_loopback_host(host):
-            raise Forbidden(
+            raise ForeignOrigin(
                 f"Without tokens this service accepts only requests to its loopback address, not to {host!r}.",
                 hint="Use http://127.0.0.1 with the port, or give the service a token file with --tokens.",
             )
-        if origin and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-            raise Forbidden(
+        if origin and not is_own_origin(origin, host):
+            raise ForeignOrigin(
                 f"Without tokens this service refuses requests of web pages of another origin ({origin!r}).",
                 hint="Give the service a token file with --tokens, and send a token.",
             )
         media_type = header(b"content-type").partition(";")[0].strip().lower()
         has_body = header(b"content-length") not in ("", "0") or bool(header(b"transfer-encoding"))
         if has_body and media_type not in BODY_TYPES:
-            raise Forbidden(
+            raise UnsupportedMediaType(
                 f"Without tokens this service refuses a body of type {media_type or 'unknown'!r}.",
                 hint="Send the header 'Content-Type: application/json'.",
             )
 
-    def _find(self, text: str) -> _Token:
+    def identify(self, text: str) -> Token:
+        """The token with that text. Raises Unauthorized."""
         digest = hashlib.sha256(text.encode()).digest()
         match = None
         for token in self._tokens or ():  # all of them, so that the time taken reveals nothing
@@ -137,6 +146,11 @@ def load_auth(tokens: Path | None, host: str) -> Auth:
     return Auth(None)
 
 
+def is_own_origin(origin: str, host: str) -> bool:
+    """True if the origin is that of the host to which a request was sent."""
+    return origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
+
+
 def is_loopback(host: str) -> bool:
     """True if the name or address can be reached from this machine only."""
     if host == "localhost":
@@ -157,17 +171,10 @@ def _is_loopback_host(host: str) -> bool:
 
 def _token_in(authorization: str) -> str:
     scheme, _, value = authorization.partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-        except ValueError as error:  # not base64, or not text
-            raise Unauthorized("The Authorization header cannot be read.", hint="Send a bearer token.") from error
-    return ""
+    return value.strip() if scheme.lower() == "bearer" else ""
 
 
-def _read_tokens(file: Path) -> list[_Token]:
+def _read_tokens(file: Path) -> list[Token]:
     try:
         entries = msgspec.toml.decode(file.read_bytes(), type=_File).tokens
     except OSError as error:
@@ -179,7 +186,7 @@ def _read_tokens(file: Path) -> list[_Token]:
         ) from error
     if not entries:
         raise SetupError(f"The token file {file} holds no token.", hint="Add a [[tokens]] table.")
-    tokens: dict[bytes, _Token] = {}
+    tokens: dict[bytes, Token] = {}
     for entry in entries:
         digest = _digest(file, entry)
         if digest in tokens:
@@ -187,7 +194,7 @@ def _read_tokens(file: Path) -> list[_Token]:
                 f"The tokens {tokens[digest].name!r} and {entry.name!r} in {file} are the same.",
                 hint="List all roles of a token in one table.",
             )
-        tokens[digest] = _Token(digest, entry.name, frozenset(entry.roles))
+        tokens[digest] = Token(digest, entry.name, frozenset(entry.roles))
     return list(tokens.values())
 
 

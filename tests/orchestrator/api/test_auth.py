@@ -10,10 +10,11 @@ import pytest
 
 from headrace.errors import SetupError
 from headrace.server.auth import ROLES, Role, load_auth
+from headrace_orchestrator.api.app import OPEN_BODY_BYTES
 from headrace_orchestrator.api.routes import ROUTES
 from tests.orchestrator.serving import Api, orchestrator
 
-OPEN_PATHS = {"/healthz", "/readyz"}
+OPEN_PATHS = {"/healthz", "/readyz", "/sign-in", "/sign-out", "/console.js", "/console.css"}
 
 
 def token_of(role: str) -> str:
@@ -71,14 +72,20 @@ def test_no_route_is_for_learners_and_for_workers():
             assert "viewer" not in route.roles
 
 
-async def test_a_browser_may_send_its_token_as_the_password_of_basic_auth(data_dir: Path, tmp_path: Path):
+async def test_only_a_bearer_token_is_asked_for_and_accepted(data_dir: Path, tmp_path: Path):
+    """A browser would send the password of basic auth with requests that other sites cause, too."""
     async with orchestrator(data_dir, tokens=write_tokens(tmp_path / "tokens.toml")) as api:
-        async with api.session.get("/") as answer:
-            assert answer.status == 401
-            assert "Basic" in answer.headers["WWW-Authenticate"]
+        async with api.session.get("/v1/runs") as answer:
+            assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, 'Bearer realm="headrace"')
         basic = base64.b64encode(f"anyone:{token_of('viewer')}".encode()).decode()
-        assert await status_of(api, "GET", "/", {"Authorization": f"Basic {basic}"}) == 200
-        assert await status_of(api, "GET", "/", {"Authorization": "Basic !"}) == 401
+        assert await status_of(api, "GET", "/v1/runs", {"Authorization": f"Basic {basic}"}) == 401
+
+
+async def test_little_of_a_body_is_read_before_a_token_was_accepted(data_dir: Path, tmp_path: Path):
+    async with orchestrator(data_dir, tokens=write_tokens(tmp_path / "tokens.toml")) as api:
+        for method, path in (("GET", "/healthz"), ("POST", "/sign-in"), ("POST", "/sign-out")):
+            async with api.session.request(method, path, data=bytes(OPEN_BODY_BYTES + 1)) as answer:
+                assert answer.status == 413, path
 
 
 def test_a_loopback_bind_needs_no_tokens_and_any_other_is_refused_at_start(data_dir: Path):
@@ -138,8 +145,6 @@ def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
         ({"Origin": "http://evil.example"}, "evil.example"),
         ({"Origin": "null"}, "null"),
         ({"Host": "rebound.example:8470"}, "rebound.example"),
-        ({"Content-Type": "text/plain"}, "text/plain"),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, "application/json"),
     ],
 )
 async def test_without_tokens_the_service_obeys_programs_and_not_web_pages(
@@ -148,12 +153,26 @@ async def test_without_tokens_the_service_obeys_programs_and_not_web_pages(
     given = {"Content-Type": "application/json", **headers}
     async with api.session.post("/v1/runs", data=b'{"name":"run"}', headers=given) as answer:
         assert answer.status == 403
-        assert named in await answer.text()
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        problem = await answer.json(content_type=None)
+        assert (problem["code"], problem["title"]) == ("foreign-origin", "The request comes from another origin")
+        assert named in problem["detail"]
     assert await api.ask("GET", "/v1/runs") == []
     own = str(api.session._base_url).rstrip("/")
     for fine in ({"Origin": own}, {"Host": f"localhost:{own.rpartition(':')[2]}"}):
         async with api.session.get("/v1/runs", headers=fine) as answer:
             assert answer.status == 200
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded"])
+async def test_without_tokens_a_body_of_a_type_that_any_page_may_send_is_an_unsupported_type(api: Api, media_type: str):
+    async with api.session.post("/v1/runs", data=b'{"name":"run"}', headers={"Content-Type": media_type}) as answer:
+        assert answer.status == 415
+        problem = await answer.json(content_type=None)
+        assert problem["code"] == "unsupported-media-type"
+        assert media_type in problem["detail"]
+        assert "application/json" in problem["hint"]
+    assert await api.ask("GET", "/v1/runs") == []
 
 
 async def test_with_tokens_the_token_decides_and_not_the_origin(data_dir: Path, tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from headrace.errors import LAYERS
 from headrace.wire import messages
 from headrace_orchestrator.console import render
 from headrace_orchestrator.service.lifecycle import ServicePhase
+from tests.orchestrator.console.browser import chromium
 from tests.orchestrator.serving import Api, refusing_disk, until
 
 RUN = messages.RunStatus(
@@ -128,14 +128,17 @@ async def test_while_the_disk_refuses_writes_the_page_begins_with_that(api: Api,
     assert "the orchestrator continues by itself" in text
 
 
-async def test_the_page_is_complete_without_scripts_and_loads_nothing_from_other_hosts(api: Api):
+async def test_the_page_is_complete_without_scripts_has_none_of_its_own_and_loads_nothing_from_other_hosts(api: Api):
     await api.create_run()
     async with api.session.get("/") as answer:
         page = await answer.text()
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     assert "No learner has pulled from this run yet." in page
     assert not re.search(r'(src|href)="(https?:)?//', page)
-    assert "import" not in re.sub(r"(?s)<script>.*?</script>", "", page)
+    assert not re.search(r"<script>|<style>|style=|\bon\w+=", page), "it has a script or a style of its own"
+    for name in set(re.findall(r'(?:src|href)="(console\.\w+)"', page)):
+        async with api.session.get(f"/{name}") as answer:
+            assert answer.status == 200
 
 
 async def test_the_stream_sends_the_content_when_it_changes(api: Api):
@@ -151,12 +154,8 @@ async def test_the_stream_sends_the_content_when_it_changes(api: Api):
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Any]:
-    from playwright.async_api import async_playwright
-
-    async with async_playwright() as playwright:
-        chromium = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield chromium
-        await chromium.close()
+    async with chromium() as found:
+        yield found
 
 
 @pytest.mark.component("chromium")
