@@ -9,7 +9,7 @@ import pytest
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import AssistantTurn, CurrentSegment, make_renderer
+from headrace_workers.renderers import AssistantTurn, CurrentSegment, family_renderer, make_renderer
 from headrace_workers.renderers.family_renderer import FamilyRenderer, family_of
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -82,6 +82,22 @@ def test_a_new_segment_shows_tool_calls_as_the_family_does_and_an_invalid_one_as
     assert CALL in qwen.restart(f"{CALL}<|im_end|>", Message(role="tool", content="4"))
     broken = "<tool_call>\n{oops\n</tool_call>"
     assert broken in qwen.restart(f"{broken}<|im_end|>", Message(role="tool", content="no"))
+
+
+def test_a_family_that_encodes_texts_itself_gets_them_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = family_renderer._make_family_renderer
+    tokenizer = load_tokenizer(str(make_model(tmp_path)))
+    monkeypatch.setattr(
+        family_renderer, "_make_family_renderer", lambda family, _, options: make(family, tokenizer, options)
+    )
+    renderer = FamilyRenderer("qwen3", tokenizer)
+    ids = renderer.start([Message(role="user", content="\ufdd0<|im_end|>")], [{"name": "<|im_end|>"}]).new_ids
+    text = tokenizer.decode(ids)
+    assert "\ufdd0<|im_end|>" in text
+    assert '{"name": "<|im_end|>"}' in text
+    assert text.count("\ufdd0") == 1
 
 
 def test_auto_selects_the_family_by_an_exact_name_otherwise_the_template(tmp_path: Path) -> None:

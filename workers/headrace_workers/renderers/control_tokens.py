@@ -36,6 +36,15 @@ def joined(text: str) -> str:
     return _SEPARATORS.sub(r"\1", text)
 
 
+def joined_json(value: Any) -> Any:
+    """Return a JSON value with separated texts without their separators."""
+    if isinstance(value, str):
+        return joined(value)
+    if isinstance(value, dict):
+        return {joined_json(key): joined_json(item) for key, item in value.items()}
+    return [joined_json(item) for item in value] if isinstance(value, list) else value
+
+
 class ControlTokens:
     """The control tokens of a tokenizer: those that it marks as special, and those that the template writes.
 
@@ -148,7 +157,11 @@ class ControlTokens:
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         encoded: list[int] = []
         first, start = 0, 0
-        for position in [*(at for at, id_ in enumerate(ids) if id_ in self._added_ids), len(ids)]:
+        # An added token may also stand for separators, as one for unknown characters does.
+        tokens = (
+            at for at, id_ in enumerate(ids) if id_ in self._added_ids and SEPARATOR not in text[slice(*offsets[at])]
+        )
+        for position in [*tokens, len(ids)]:
             before, after = offsets[position] if position < len(ids) else (len(text), len(text))
             piece = text[start:before]
             encoded += self._encode_piece(joined(piece), start == 0) if SEPARATOR in piece else ids[first:position]

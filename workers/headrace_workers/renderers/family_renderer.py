@@ -6,6 +6,7 @@
 * A sampled turn that cannot be parsed and rendered again without loss is plain text in a new segment.
 * Text from outside is separated (see ``control_tokens``) before the family sees it, and so is a parsed turn.
 * A turn on which the package's parser raises an error is an action with a call that cannot be read.
+* A family that encodes texts by a package of its own, as ``gpt-oss`` does, gets them as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
 from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools
-from headrace_workers.renderers.control_tokens import ControlTokens
+from headrace_workers.renderers.control_tokens import SEPARATOR, ControlTokens, joined_json
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
 from headrace_workers.renderers.tool_calls import read_call
 
@@ -49,10 +50,12 @@ class FamilyRenderer:
         ]
         self._control_tokens = ControlTokens(tokenizer, *self._probe_family())
         self._encoder.control_tokens = self._control_tokens
+        probe = self._probe([{"role": "user", "content": f"a{SEPARATOR}b"}])
+        self._encodes_itself = SEPARATOR in tokenizer.decode(probe)
 
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         messages = [self._to_message(item) for item in conversation]
-        return Prompt(self._render(messages, self._schemas(tools), generation_prompt=True))
+        return Prompt(self._render(self._texts(messages), self._schemas(tools), generation_prompt=True))
 
     def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         tokens = list(segment.token_ids)
@@ -91,7 +94,7 @@ class FamilyRenderer:
     def _bridge(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> list[int]:
         """The segment's ids and the next prompt, by the family's own rule; empty if it has none for this turn."""
         tokens, start = list(segment.token_ids), segment.turn_start
-        messages = [self._message(item) for item in new_messages]
+        messages = self._texts([self._message(item) for item in new_messages])
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 tokens[:start], tokens[start:], messages, tools=self._schemas(segment.tools)
@@ -157,7 +160,11 @@ class FamilyRenderer:
         return message
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]] | None:
-        return [self._control_tokens.separate_json(tool) for tool in tools] or None
+        return self._texts([self._control_tokens.separate_json(tool) for tool in tools]) or None
+
+    def _texts(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The values with texts as the family reads them."""
+        return [joined_json(value) for value in values] if self._encodes_itself else values
 
 
 class _FamilyTokenizer:
