@@ -1,20 +1,39 @@
-"""The route table as OpenAPI 3.1, generated from the types of requests and responses."""
+"""The route table as OpenAPI 3.1, generated from the types of requests and responses.
+
+* The errors that follow from a route's roles, body, query and path are derived; the route lists only its own.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from headrace import errors
 from headrace.errors import HeadraceError
 from headrace.runspec import RunSpec
 from headrace.wire.messages import PROBLEM_MEDIA_TYPE, AssetHead, SubmissionHead
+from headrace_orchestrator.api.pages import is_page_path
 from headrace_orchestrator.api.route import Route
 
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)\}")
+
+_TOKEN = (
+    "A token of the service's token file; its role must be one of the operation's, or admin. Without a token file no "
+    "token is needed. A browser that signed in at /sign-in sends a cookie instead."
+)
+
+_BINARY = {"type": "string", "format": "binary"}
+
+_EVENT = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "HTML of the console's content."}},
+}
 
 PROBLEM: dict[str, Any] = {
     "type": "object",
@@ -45,7 +64,7 @@ def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "description": _TOKEN}},
         },
     }
 
@@ -56,7 +75,7 @@ def _is_msgspec(kind: Any) -> bool:
 
 def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kind, str):
-        return {kind: {"schema": {"type": "string", "format": "binary"}}}
+        return {kind: {"schema": _EVENT if kind == "text/event-stream" else _BINARY}}
     return {"application/json": {"schema": schema_of[repr(kind)]}}
 
 
@@ -64,9 +83,12 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     responses: dict[str, Any] = {str(route.status): {"description": "Done."}}
     if route.response is not None:
         responses[str(route.status)]["content"] = _content(route.response, schema_of)
-    for error in route.errors:
+    for error in dict.fromkeys((*route.errors, *_derived_errors(route))):
         response = responses.setdefault(str(error.status), _problem_response())
         response["description"] = f"{response['description']} {_title(error)}".strip()
+    for status in ("401", "403"):
+        if status in responses and (is_page_path(route.path) or route.response == "text/html"):
+            responses[status]["content"]["text/html"] = {"schema": _BINARY}  # the page to sign in
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": route.name or route.handler.__name__,
@@ -86,6 +108,24 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.request, schema_of)}
     return operation
+
+
+def _derived_errors(route: Route) -> Iterator[type[HeadraceError]]:
+    """The errors that any route may answer with its roles, its body, its query and its method."""
+    if route.roles:
+        yield errors.Unauthorized
+        yield errors.Forbidden
+        yield errors.Unavailable
+    yield errors.ForeignOrigin
+    if _is_msgspec(route.request) or route.request is RunSpec or any(f.kind != "string" for f in route.query):
+        yield errors.InvalidRequest
+    if route.request is not None:
+        yield errors.UnsupportedMediaType
+    if route.roles and route.method != "GET":
+        yield errors.StoreError
+    yield errors.RequestTooLarge
+    yield errors.RequestHeadTooLarge
+    yield errors.InternalError
 
 
 def _problem_response() -> dict[str, Any]:

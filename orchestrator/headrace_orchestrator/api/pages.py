@@ -52,14 +52,19 @@ async def console(service: Service, request: HttpRequest) -> HttpResponse:
 # Signing in
 
 
+def is_page_path(path: str) -> bool:
+    """True if a browser may ask for the path as a page."""
+    return _PAGE_PATH.fullmatch(path) is not None
+
+
 def is_page(path: str, header: Callable[[bytes], str]) -> bool:
     """True if a browser asks for a page."""
-    return bool(_PAGE_PATH.fullmatch(path)) and "text/html" in header(b"accept")
+    return is_page_path(path) and "text/html" in header(b"accept")
 
 
 def sign_in_page(path: str, error: HeadraceError | None = None, *, problem: str = "") -> HttpResponse:
     """The page to sign in, which leads to the page with that path."""
-    page_name = path[1:] if _PAGE_PATH.fullmatch(path) else ""
+    page_name = path[1:] if is_page_path(path) else ""
     return page(render.sign_in(HEADRACE_VERSION, page_name, problem), status=error.status if error else 200)
 
 
@@ -90,7 +95,7 @@ async def sign_out(service: Service, request: HttpRequest) -> HttpResponse:
 
 def _redirect(page_name: str, cookie: str = "") -> HttpResponse:
     """The response that leads a browser to a page of this service, with GET."""
-    target = page_name if _PAGE_PATH.fullmatch(f"/{page_name}") else ""
+    target = page_name if is_page_path(f"/{page_name}") else ""
     headers = {"Location": f"./{target}", "Cache-Control": "no-store", **({"Set-Cookie": cookie} if cookie else {})}
     return HttpResponse(b"", status=303, media_type=HTML, headers=headers)
 

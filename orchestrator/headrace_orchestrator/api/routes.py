@@ -108,7 +108,7 @@ def _worker_routes() -> list[Route]:
             summary="Drain a worker: it gets no new attempts.",
             handler=handlers.drain_worker,
             roles=ADMIN,
-            errors=(errors.NotFound,),
+            errors=(errors.InvalidRequest, errors.NotFound),
         ),
         Route(
             method="GET",
@@ -452,7 +452,7 @@ def _page_routes() -> list[Route]:
             request="application/x-www-form-urlencoded",
             response="text/html",
             status=303,
-            errors=(errors.ForeignOrigin,),
+            errors=(errors.Unauthorized, errors.Forbidden),
         ),
         Route(
             method="POST",
@@ -461,7 +461,6 @@ def _page_routes() -> list[Route]:
             handler=pages.sign_out,
             response="text/html",
             status=303,
-            errors=(errors.ForeignOrigin,),
         ),
         Route(
             method="GET",

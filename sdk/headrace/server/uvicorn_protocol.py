@@ -115,6 +115,8 @@ class _Transport:
         self._transport = transport
 
     def write(self, data: bytes | BodyParts) -> None:
+        if self._transport.is_closing():  # uvloop raises; uvicorn learns of the end a little later
+            return
         if isinstance(data, BodyParts):
             self._transport.writelines(data.buffers)
         else:
