@@ -1,8 +1,8 @@
 """Prometheus metrics of the orchestrator.
 
 * Every name begins with ``headrace_`` and ends with its unit; counters end in ``_total``.
-* Labels are bounded: the first 100 runs and the 100 busiest policy servers have labels of their own, all others share
-  the label ``other``.
+* Labels are bounded: the first 100 runs, the 100 busiest policy servers, and the 100 most drawn environments and tags
+  of a run have labels of their own; all others share the label ``other``.
 * Gauges are read from the state when they are scraped, so they are never out of date.
 """
 
@@ -34,6 +34,9 @@ MAX_RUN_LABELS = 100
 
 MAX_SERVER_LABELS = 100
 """Maximum number of policy servers with their own label: those with the most requests."""
+
+MAX_TASK_LABELS = 100
+"""Maximum number of environments and tags of a run with their own label: those of which most groups were drawn."""
 
 OTHER = "other"
 
@@ -192,6 +195,7 @@ class _StateCollector(Collector):
         status = self._status()
         yield from self._runs(status)
         yield self._selected(status)
+        yield self._shares(status)
         yield from self._workers(status)
         yield from self._servers(status)
         for name, value in status.store.items():
@@ -251,6 +255,21 @@ class _StateCollector(Collector):
         family = CounterMetricFamily("headrace_selected", text, labels=["run", "rule"])
         for key, count in counts.items():
             family.add_metric(list(key), count)
+        return family
+
+    def _shares(self, status: ServiceStatus) -> CounterMetricFamily:
+        """Groups of each environment and tag: the share drawn beside the share trained on."""
+        counts: Tally[tuple[str, str, str, str]] = Tally()
+        for run in status.runs:
+            busiest = sorted(run.shares, key=lambda share: -share.drawn)
+            for place, share in enumerate(busiest):
+                key = (self._run_label(run.name), share.kind, share.name if place < MAX_TASK_LABELS else OTHER)
+                counts[*key, "drawn"] += share.drawn
+                counts[*key, "trained"] += share.trained
+        text = "Groups of each kind of task: drawn, and trained on for the first time."
+        family = CounterMetricFamily("headrace_task_groups", text, labels=["run", "kind", "name", "state"])
+        for labels, count in counts.items():
+            family.add_metric(list(labels), count)
         return family
 
     def _workers(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:

@@ -410,8 +410,10 @@ class SelectionSpec(_Model):
     """Selection of eligible groups for a batch. ``docs/selection.md`` has the complete rules."""
 
     order: str = Field(default="fifo", json_schema_extra=_selection_rule_names)
-    """First or last dispatched first, or drawn without replacement, uniformly or by priority. Default fifo: dispatch
-    order, since the order of completion would favor short episodes."""
+    """``fifo``: first dispatched first, and a batch waits for an older group rather than let it go stale. ``ready``:
+    first dispatched first among the complete groups, without waiting. ``lifo``: last dispatched first. ``uniform``,
+    ``prioritized``: drawn without replacement. Default fifo: every kind of task is trained on as often as it is drawn;
+    all other orders favor short episodes."""
     exponent: float = Field(default=1.0, ge=0, le=MAX_EXPONENT)
     """Exponent of priorities in a prioritized draw: the weight of a group is its priority to this power. Default 1; 0
     is uniform."""

@@ -31,10 +31,12 @@ class SelectionRule(NamedTuple):
 
     ``order`` iterates over the groups in the order of the rule. ``weight`` returns the weight of a group in a draw,
     above 0, from its priority and ``selection.exponent``; None: all weights are equal, and priorities cannot be set.
+    ``waits``: True if a batch waits for the oldest group in flight rather than let it go stale.
     """
 
     order: Callable[[EligibleGroups], Iterator[Any]]
     weight: Callable[[float, float], float] | None = None
+    waits: bool = False
 
 
 SELECTION_RULES = Registry(
@@ -42,7 +44,8 @@ SELECTION_RULES = Registry(
     ENTRY_POINT_GROUP,
     SelectionRule,
     {
-        "fifo": SelectionRule(lambda groups: groups.in_order()),
+        "fifo": SelectionRule(lambda groups: groups.in_order(), waits=True),
+        "ready": SelectionRule(lambda groups: groups.in_order()),
         "lifo": SelectionRule(lambda groups: groups.in_order(backwards=True)),
         "uniform": SelectionRule(lambda groups: groups.drawn()),
         "prioritized": SelectionRule(lambda groups: groups.drawn(), lambda priority, exponent: priority**exponent),

@@ -89,6 +89,9 @@ async def test_the_metrics_count_the_events_of_a_run(api: Api):
     assert samples["headrace_groups_retired_total"][("reason", "acked"), *run] == 2
     assert samples["headrace_selected_total"][("rule", "fifo"), *run] == 2
     assert samples["headrace_selected_total"][("rule", "short"), *run] == 1
+    kind = (("kind", "environment"), ("name", "test:Echo"), *run)
+    assert samples["headrace_task_groups_total"][*kind, ("state", "trained")] == 2
+    assert samples["headrace_task_groups_total"][*kind, ("state", "drawn")] > 2
     assert samples["headrace_empty_pulls_total"]
     assert samples["headrace_pull_wait_seconds_count"][run] == 2
     assert samples["headrace_batch_staleness_versions_count"][run] == 1

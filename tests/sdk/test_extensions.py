@@ -80,7 +80,7 @@ def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
 
     with pytest.raises(InvalidRunSpec, match=r"estimator\.name.*No estimator 'doubled'.*Known: reinforce, rebn"):
         parse_run_spec({"name": "a", "estimator": {"name": "doubled"}})
-    with pytest.raises(InvalidRunSpec, match=r"selection\.order.*No selection rule 'newest'.*Known: fifo, lifo"):
+    with pytest.raises(InvalidRunSpec, match=r"selection\.order.*No selection rule 'newest'.*Known: fifo, ready, lifo"):
         parse_run_spec({"name": "a", "selection": {"order": "newest"}})
 
 

@@ -105,6 +105,8 @@ _WAITED_FOR = {
     "weight-sync": "new weights in the policy servers",
     **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
     "all-stale": "fresh episodes: all others are too stale",
+    "oldest-group": "its oldest group, which would go stale",
+    "policy-outdated": "policy servers: none has a version that may be trained on",
     "batches-held": "itself: it holds batches that it has not acked",
     "shards-not-fetched": "its own ranks that did not pull their shards",
     "byte-bound": "room: the run's bytes are used up",
@@ -145,6 +147,31 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+class Share(NamedTuple):
+    """The shares of one kind of task, as the page shows them."""
+
+    kind: str
+    name: str
+    drawn: int
+    trained: int
+    drawn_share: str
+    trained_share: str
+
+
+def shares(run: RunStatus) -> list[Share]:
+    """The shares of a run's environments and tags, the most drawn first."""
+    environments = [share for share in run.shares if share.kind == "environment"]
+    drawn, trained = (sum(getattr(share, name) for share in environments) for name in ("drawn", "trained"))
+    rows = sorted(run.shares, key=lambda share: (share.kind, -share.drawn, share.name))
+    return [
+        Share(s.kind, s.name, s.drawn, s.trained, _percent(s.drawn, drawn), _percent(s.trained, trained)) for s in rows
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "none yet"
 
 
 def console(status: ServiceStatus, phase: Phase, *, is_signed_in: bool = False) -> str:
@@ -212,7 +239,7 @@ def _templates_of_package() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"duration": duration, "size": size, "worker_state": worker_state}
+    templates.filters |= {"duration": duration, "size": size, "worker_state": worker_state, "shares": shares}
     return templates
 
 

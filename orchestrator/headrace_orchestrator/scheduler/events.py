@@ -139,6 +139,7 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
 
     ``rewards``: the sum of rewards by agent, for agents with rows; ``reward_errors``: their rounding errors.
     ``low``, ``high``: the lowest and highest version of its rows; a missing ``high`` equals ``low``.
+    ``servers``: addresses of the policy servers that it used.
     ``row_tokens``: tokens of all rows; ``longest_row``: tokens of the longest. ``size_bytes``: size of the stored
     trajectory. ``by_worker``: a worker submitted it; otherwise the scheduler ended the episode, and the shell stores a
     trajectory without segments.
@@ -165,6 +166,7 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
     by_worker: bool = True
     trajectory: str = ""
     """Id of the stored trajectory; empty until the shell assigns one."""
+    servers: list[str] = []
 
     @property
     def is_usable(self) -> bool:

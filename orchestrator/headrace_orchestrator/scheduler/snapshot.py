@@ -125,6 +125,13 @@ class PolicyServersRow(SnapshotRow, frozen=True):
     held: Version
     loaded: Weights | None
     skipped: list[Version]
+    sampled: dict[str, Version] = {}
+    confirmed: bool = True
+
+
+class SharesRow(SnapshotRow, frozen=True):
+    drawn: dict[str, int] = {}
+    trained: dict[str, int] = {}
 
 
 class LedgerRow(SnapshotRow, frozen=True):
@@ -169,6 +176,7 @@ class RunRow(SnapshotRow, frozen=True):
     unusable_in_row: int = 0
     rowless: int = 0
     rowless_since_batch: dict[str, int] = {}
+    returned: dict[int, None] = {}
 
 
 class SnapshotGroup(SnapshotRow, frozen=True):
@@ -194,6 +202,7 @@ class SnapshotRun(SnapshotRow, frozen=True):
     undecided: list[str]
     queue: list[str]
     evaluation_queue: list[str]
+    shares: SharesRow = SharesRow()
 
 
 class SnapshotWorker(SnapshotRow, frozen=True):
@@ -226,6 +235,7 @@ def _reader(row: type[SnapshotRow]) -> Callable[[Any], Any]:
 _episode, _group, _batch = _reader(EpisodeRow), _reader(GroupRow), _reader(BatchRow)
 _evaluation, _versions = _reader(EvaluationRow), _reader(VersionsRow)
 _policy_servers, _ledger, _run = _reader(PolicyServersRow), _reader(LedgerRow), _reader(RunRow)
+_shares = _reader(SharesRow)
 
 
 def _plain(value: Any) -> Any:
@@ -268,6 +278,7 @@ def _stored_run(run: Run) -> tuple[Any, ...]:
         list(run.undecided),
         [episode.id for episode in run.queue if episode.state == "queued"],
         [episode.id for episode in run.evaluation_queue if episode.state == "queued"],
+        _shares(run.shares),
     )
 
 
@@ -312,6 +323,7 @@ def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run
     _set(run.versions, stored.versions)
     _set(run.policy_servers, stored.policy_servers)
     _fill(run.ledger, stored.ledger)
+    _fill(run.shares, stored.shares)
     for row in stored.evaluations:
         evaluation = Evaluation(row.id, row.version, row.wanted, row.deadline_s, row.temperature, now)
         _set(evaluation, row)
@@ -319,7 +331,10 @@ def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run
         if not row.reason:
             run.active_evaluations[row.id] = evaluation
     for raw in stored.groups:
-        _restore_group(run, _group_decoder.decode(raw))
+        _restore_group(run, _group_decoder.decode(raw), now)
+    for group in sorted(run.open_groups.values(), key=lambda group: group.dispatch_order):
+        if group.dispatch_order >= 0 and run.is_for_any_pull(group):
+            run.in_progress[group.id] = group
     for batch_row, ids in stored.batches:
         batch = OpenBatch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
         _set(batch, batch_row)
@@ -331,11 +346,12 @@ def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run
     return run
 
 
-def _restore_group(run: Run, stored: SnapshotGroup) -> None:
+def _restore_group(run: Run, stored: SnapshotGroup, now: float) -> None:
     row = stored.group
     evaluation = run.evaluations[stored.evaluation] if stored.evaluation else None
     group = Group(run.name, row.id, row.task, row.position, row.submitted, evaluation)
     _set(group, row)
+    group.begun_at = now
     run.groups[group.id] = group
     if group.state == "open":
         run.open_groups[group.id] = group

@@ -79,6 +79,21 @@ def test_active_runs_come_first_and_of_them_those_with_a_waiting_learner():
     assert order == sorted(order)
 
 
+def test_the_share_drawn_of_each_environment_and_tag_stands_beside_the_share_trained():
+    shares = [
+        messages.TaskShare(kind="environment", name="game:A", drawn=60, trained=50),
+        messages.TaskShare(kind="environment", name="game:B", drawn=20, trained=0),
+        messages.TaskShare(kind="tag", name="hard", drawn=20),
+    ]
+    content = render.content(service(run(shares=shares)), ServicePhase("ready"))
+    cells = re.findall(r"<td[^>]*>([^<]*)(?:<code>([^<]*)</code>)?</td>", content)
+    text = [first + second for first, second in cells]
+    assert text[:5] == ["environment game:A", "60", "50", "75.0 %", "100.0 %"]
+    assert text[5:10] == ["environment game:B", "20", "0", "25.0 %", "0.0 %"]
+    assert text[10:15] == ["tag hard", "20", "0", "25.0 %", "0.0 %"]
+    assert "Shares of tasks" not in render.content(service(run(shares=shares[:1])), ServicePhase("ready"))
+
+
 def test_runs_that_are_over_are_collapsed():
     content = render.content(service(run(name="old", state="closed"), run(name="live")), ServicePhase("ready"))
     collapsed = content[content.index("<details>") : content.index("</details>")]

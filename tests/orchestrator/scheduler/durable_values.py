@@ -29,9 +29,14 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "closed": run.closed,
         "versions": (run.versions.now, list(run.versions.forks), list(run.versions.tops)),
         "policy_servers": {
-            name: getattr(run.policy_servers, name) for name in PolicyServersState.__slots__ if name != "reasons"
+            name: getattr(run.policy_servers, name)
+            for name in PolicyServersState.__slots__
+            if name not in ("reasons", "probed")
         },
         "position": run.position,
+        "returned": list(run.returned),
+        "shares": (dict(run.shares.drawn), dict(run.shares.trained)),
+        "in_progress": list(run.in_progress),
         "admitted": run.admitted,
         "next_dispatch_order": run.next_dispatch_order,
         "ledger": (ledger.in_flight, ledger.unfinished, ledger.held_bytes, ledger.estimate, ledger.batch_groups),

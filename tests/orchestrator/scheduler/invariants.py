@@ -153,6 +153,9 @@ def _check_indexes(run: Run) -> None:
         actual, expected = kept.contents(), rebuilt.contents()
         _require(actual == expected, f"run {run.name} has {actual} in its index as eligible, not {expected}")
     is_open = [group.id for group in run.groups.values() if group.state == "open"]
+    in_progress = sorted((g.dispatch_order, g.id) for g in run.open_groups.values() if run.is_for_any_pull(g))
+    dispatched = [id for place, id in in_progress if place >= 0]
+    _require(list(run.in_progress) == dispatched, f"run {run.name} lists {list(run.in_progress)} as in progress")
     _require(list(run.open_groups) == is_open, f"run {run.name} lists {list(run.open_groups)} as open; {is_open} are")
 
 

@@ -210,9 +210,9 @@ def test_admission_never_deadlocks_never_leaks_never_overshoots(name):
     groups = GROUPS // 2 if spec["group_size"] >= 8 else GROUPS // 5 if name in BRIEF else GROUPS
     simulation = Simulation(spec | {"tasks": TASKS[:groups], "retries": {"quarantine_after": 99}}, fate, **options)
     simulation.to_the_end()
-    assert simulation.admitted == groups
-    if name == "staleness 0 with 32":
-        assert simulation.served == groups
+    assert simulation.admitted == groups or name == "stale"
+    if name in ("staleness 0 with 32", "stale"):
+        assert simulation.served == groups, "the tasks of stale groups are drawn again"
     if name in ("100 by 16", "20 by 8"):
         assert simulation.served > 0.9 * groups
     if name == "topped up":

@@ -14,6 +14,7 @@ from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.task_shares import TaskShares
 from headrace_orchestrator.scheduler.state.versions import Versions
 from tests.orchestrator.scheduler.harness import BROKEN, Harness
 from tests.orchestrator.scheduler.scenarios import busy_harness
@@ -126,12 +127,13 @@ def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_schedule
 
 SOFT = {
     Episode: {"begun", "deadline"},
-    Group: {"failed_attempts"},
+    Group: {"begun_at", "failed_attempts"},
     OpenBatch: {"deadline"},
     Evaluation: {"deadline", "expired", "reported_at"},
     Ledger: set(),
     Versions: set(),
-    PolicyServersState: {"reasons"},
+    PolicyServersState: {"reasons", "probed"},
+    TaskShares: set(),
     Run: {
         "concurrency_cap",
         "estimator_failure",
@@ -151,6 +153,7 @@ BY_REFERENCE = {
     Ledger: {"bounds", "spec"},
     Versions: set(),
     PolicyServersState: set(),
+    TaskShares: set(),
     Run: {
         "active_evaluations",
         "batches",
@@ -162,12 +165,14 @@ BY_REFERENCE = {
         "evaluations",
         "groups",
         "has_own_source",
+        "in_progress",
         "ledger",
         "name",
         "open_groups",
         "plain_spec",
         "policy_servers",
         "queue",
+        "shares",
         "source",
         "spec",
         "task_kinds",
@@ -183,6 +188,7 @@ ROWS = {
     Ledger: snapshot.LedgerRow,
     Versions: snapshot.VersionsRow,
     PolicyServersState: snapshot.PolicyServersRow,
+    TaskShares: snapshot.SharesRow,
     Run: snapshot.RunRow,
 }
 

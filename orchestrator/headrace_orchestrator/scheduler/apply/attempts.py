@@ -23,6 +23,7 @@ from headrace_orchestrator.scheduler.apply.group_progress import (
 from headrace_orchestrator.scheduler.apply.groups import cut, retire
 from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, Episode, Group
+from headrace_orchestrator.scheduler.state.policy_servers import IN_PROCESS
 from headrace_orchestrator.scheduler.state.run import LostAttempt, Run, remember
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
@@ -46,7 +47,7 @@ def dispatched(state: SchedulerState, event: events.Dispatched, now: float) -> N
         if episode is None or episode.state != "queued":
             unfit.append(grant.episode)
             continue
-        _lease(run, episode, grant, worker.name, event.version)
+        _lease(run, episode, grant, worker.name, event.version, now)
         episode.deadline = deadline
         worker.attempts[episode.id] = episode
     _trim_queues(run)
@@ -56,7 +57,7 @@ def dispatched(state: SchedulerState, event: events.Dispatched, now: float) -> N
         raise InternalError(f"Dispatched grants episodes that are not queued here: {', '.join(unfit)}.")
 
 
-def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version: Version) -> None:
+def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version: Version, now: float) -> None:
     episode.move("leased", "Dispatched")
     episode.attempt = grant.attempt
     episode.nonce = grant.nonce
@@ -64,7 +65,7 @@ def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version
     episode.version = version
     episode.begun = False
     group = episode.group
-    assign_dispatch_order(run, group)
+    assign_dispatch_order(run, group, now)
     if group.evaluation is None:
         run.queued -= 1
         run.leased += 1
@@ -136,7 +137,7 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
     if before in AT_WORKER:
         state.holder_of(episode).attempts.pop(episode.id, None)
     episode.end(event)
-    assign_dispatch_order(run, group)
+    assign_dispatch_order(run, group, now)
     count_ended(run, group, before)
     if event.status == "failed":
         _count_failure(run, episode, event.failure)
@@ -147,6 +148,9 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
         group.evaluation.add_result(event)
     else:
         run.episode_ends[event.status] += 1
+        newest = event.low if event.high is None else event.high
+        if newest is not None and episode.version is not None:
+            run.policy_servers.take_result(event.servers or (IN_PROCESS,), episode.version, newest)
         if event.is_usable:
             run.rewards.append(sum(event.rewards.values()))
         elif event.is_rowless:
@@ -218,10 +222,17 @@ def _count_kill(run: Run, episode: Episode, description: str, *, once: bool = Fa
 def task_quarantined(state: SchedulerState, event: events.TaskQuarantined, now: float) -> None:
     run, key = state.runs[event.run], task_key(event.task)
     remember(run.quarantined, key, event.task, run.remembered_tasks)
+    for position in [position for position in run.returned if _key_at(run, position) == key]:
+        del run.returned[position]
     for group in list(run.open_groups.values()):
         if task_key(group.task) == key:
             drop_undispatched(run, group, "TaskQuarantined")
             review(run, group)
+
+
+def _key_at(run: Run, position: int) -> bytes | None:
+    found = run.source.next_task(position, ())
+    return None if found is None else task_key(found[1])
 
 
 def worker_draining(state: SchedulerState, event: events.WorkerDraining, now: float) -> None:

@@ -139,6 +139,8 @@ def _ack(run: Run, batch: OpenBatch, version: str = "") -> None:
     run.batches_acked += 1
     for group in batch.groups:
         group.uses += 1
+        if group.uses == 1:
+            run.shares.count_trained(group.task)
         if group.uses < run.spec.max_uses and run.is_for_any_pull(group):
             # It keeps its place in the order of dispatch: at the tail it would go stale before its turn.
             _return_to_index(run, group, "BatchAcked")

@@ -40,12 +40,15 @@ def enqueue(run: Run, group: Group, members: Sequence[Member], *, first: bool) -
         queue.extend(episodes)
 
 
-def assign_dispatch_order(run: Run, group: Group) -> None:
+def assign_dispatch_order(run: Run, group: Group, now: float = 0.0) -> None:
     """Assign the group's place in the order of dispatch, at its first dispatch, or at an event that proves a dispatch
     which was lost in the log."""
     if group.dispatch_order < 0:
         group.dispatch_order = run.next_dispatch_order
         run.next_dispatch_order += 1
+        group.begun_at = now
+        if group.state == "open" and run.is_for_any_pull(group):
+            run.in_progress[group.id] = group
 
 
 def count_ended(run: Run, group: Group, before: EpisodeState) -> None:
@@ -93,6 +96,7 @@ def complete(run: Run, group: Group) -> None:
     """Make an open group eligible."""
     move(run, group, "eligible", "complete")
     del run.open_groups[group.id]
+    run.in_progress.pop(group.id, None)
     run.stale_in_row = run.unusable_in_row = 0
     if group.evaluation is None and group.has_zero_variance():
         run.selected["zero_variance"] += 1

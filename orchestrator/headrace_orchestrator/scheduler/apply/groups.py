@@ -23,6 +23,9 @@ FAILURE_REASONS = frozenset({"failed", "incomplete"})
 UNUSABLE_REASONS = frozenset({"no-rows"})
 """Reasons of retirement of groups that could not be used although no episode failed."""
 
+RETURNING_REASONS = frozenset({"stale", "rewound", "evicted"})
+"""Reasons of retirement after which the task of a fixed list is drawn again, if no batch with it was acked."""
+
 MAX_FAILURE = 500
 """Maximum characters of a failure kept for the learner that awaits the group: a sentence, not a traceback."""
 
@@ -37,8 +40,10 @@ def group_admitted(state: SchedulerState, event: events.GroupAdmitted, now: floa
     run.admitted += 1
     if evaluation is None:
         run.group_states["open"] += 1
+        run.shares.count_drawn(event.task)
     if event.position >= 0:
-        run.position = event.position + 1
+        run.returned.pop(event.position, None)
+        run.position = max(run.position, event.position + 1)
         run.ledger.in_flight += 1
     if run.is_for_any_pull(group):
         run.open += 1
@@ -87,10 +92,13 @@ def retire(run: Run, group: Group, reason: str) -> None:
         run.index_of(group).remove(group)
     if group.state == "open":
         del run.open_groups[group.id]
+        run.in_progress.pop(group.id, None)
         if run.is_for_any_pull(group):
             run.open -= 1
     if group.position >= 0:
         run.ledger.in_flight -= 1
+        if reason in RETURNING_REASONS and run.spec.source == "list" and not group.uses:
+            _return_task(run, group)
     if group.evaluation is None:
         run.ledger.held_bytes -= group.held_bytes
         run.ledger.unfinished -= group.live
@@ -107,6 +115,12 @@ def retire(run: Run, group: Group, reason: str) -> None:
         run.kills.pop(task_key(group.task), None)
     drop_undispatched(run, group, reason)
     review(run, group)
+
+
+def _return_task(run: Run, group: Group) -> None:
+    """Draw the task of an unserved group again: it did not fail."""
+    if not run.closed and not run.is_quarantined(group.task):
+        run.returned[group.position] = None
 
 
 def _count_retired(run: Run, group: Group, reason: str) -> None:

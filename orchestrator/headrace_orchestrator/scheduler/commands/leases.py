@@ -2,8 +2,10 @@
 
 * A worker gets attempts of its pool only, and only those whose capabilities it offers.
 * Runs share a pool evenly: the next slot goes to the run with the fewest leased.
-* A run in an outage, or none of whose groups can be used, gets single attempts.
+* A run in an outage, or none of whose groups can be used, gets single attempts; so does one whose policy servers have
+  no version that could be served.
 * While failures may become an outage, groups of which no attempt failed go before those of which all failed.
+* While the policy servers are behind the learner, no more groups begin than can be served in time.
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
 * The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
@@ -209,10 +211,10 @@ def _grant(
         and run.capabilities <= worker.capabilities
     ]
     slots = state.workers.slots[worker.pool]
-    limits = [min(_backoff_room(run, now), _grantable(run, slots)) for run in runs]
+    limits = [min(_backoff_room(run, now), _grantable(run, slots, free, now)) for run in runs]
     for run, count in _share(runs, limits, free):
         run.failure_backoff.count_try(now)
-        episodes = _pick(run, count, slots)
+        episodes = _pick(run, count, slots, now)
         nonce = state.new_nonce()  # one for all: it tells this grant of an attempt from any other
         grants = [events.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
         dispatched = events.Dispatched(
@@ -232,14 +234,40 @@ def _backoff_room(run: Run, now: float) -> int:
     return run.failure_backoff.room(run.is_slowed, run.awaited_by_next_try, now)
 
 
-def _grantable(run: Run, slots: int) -> int:
+def _grantable(run: Run, slots: int, free: int, now: float) -> int:
     """Number of queued episodes that may be granted now in a pool with that many slots."""
-    return _training_grantable(run) + _evaluation_grantable(run, slots)
+    return _training_grantable(run, free, now) + _evaluation_grantable(run, slots)
 
 
-def _training_grantable(run: Run) -> int:
-    """Number of queued training episodes that may be granted: 0 while their results would be stale at once."""
-    return 0 if run.outdated else min(run.queued, run.concurrency_cap.room(run.leased))
+def _training_grantable(run: Run, free: int, now: float) -> int:
+    """Number of queued training episodes that may be granted: 0 while the service has not loaded a version whose
+    results could be served."""
+    if run.outdated and run.policy_servers.target is not None:
+        return 0
+    room = min(run.queued, run.concurrency_cap.room(run.leased))
+    behind = run.versions_behind
+    return room if not behind or run.outdated else min(room, _timely(run, behind, min(room, free), now))
+
+
+def _timely(run: Run, behind: int, most: int, now: float) -> int:
+    """Number of episodes at the head of the queue, up to ``most``, whose groups can be served before they go stale,
+    although they begin with a version that is ``behind``. Groups are served in the order in which they begin."""
+    room = (run.spec.max_staleness + 1 - behind) * run.ledger.batch_groups - run.begun
+    if not run.in_progress and run.policy_servers.target is None and run.learner_waits(now):
+        room = max(room, 1)  # the servers may stay behind for ever, and the learner may need other groups than those
+    timely, begins = 0, set[str]()
+    for episode in run.queue:
+        group = episode.group
+        if timely == most:
+            break
+        if episode.state != "queued":
+            continue
+        if group.dispatch_order < 0 and group.position >= 0 and group.id not in begins:
+            if len(begins) >= room:
+                break
+            begins.add(group.id)
+        timely += 1
+    return timely
 
 
 def _evaluation_grantable(run: Run, slots: int) -> int:
@@ -275,13 +303,13 @@ def _share(runs: list[Run], limits: list[int], free: int) -> list[tuple[Run, int
     return [(run, count) for run, count in zip(runs, shares, strict=True) if count]
 
 
-def _pick(run: Run, count: int, slots: int) -> list[Episode]:
+def _pick(run: Run, count: int, slots: int, now: float) -> list[Episode]:
     """The next ``count`` episodes of a run, of which at least that many may be granted."""
     ready = run.evaluation_ready
     if not ready:
         return _head(run, run.queue, count)
     evaluation = min(count, ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
-    training = min(count - evaluation, _training_grantable(run))
+    training = min(count - evaluation, _training_grantable(run, count, now))
     evaluation = count - training
     evaluations = deque(episode for episode in run.evaluation_queue if run.is_ready(episode))
     return _head(run, evaluations, evaluation) + _head(run, run.queue, training)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from headrace.wire.messages import Reason
+from headrace_orchestrator.scheduler.queries.selection import awaited_group
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.batches import OpenBatch
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
+from headrace_orchestrator.scheduler.state.groups import AT_WORKER
 from headrace_orchestrator.scheduler.state.run import NOT_TRAINED, PROMPT_TOO_LONG, Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
@@ -26,6 +29,9 @@ LOST_WORKERS, LOST_WITHIN_S = 2, 300.0
 
 NAMED_SHARDS = 8
 """Maximum number of missing shards that a message names."""
+
+NAMED_SERVERS = 8
+"""Maximum number of policy servers that a message names."""
 
 
 def empty_reasons(
@@ -46,6 +52,8 @@ def empty_reasons(
         *_filtered(run, filter),
         *_starved(state, run, now),
     ]
+    if awaited is None:
+        reasons += _oldest_group(state, run, filter, now)
     if awaited is None and run.exhausted:
         reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:
@@ -111,6 +119,41 @@ def _held_batches(run: Run, held: list[OpenBatch]) -> Iterator[Reason]:
         message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
         facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
     )
+
+
+def _oldest_group(state: SchedulerState, run: Run, filter: GroupFilter, now: float) -> Iterator[Reason]:
+    """A reason that names the group which a batch waits for rather than let it go stale."""
+    ready = run.eligible.count(filter)
+    group = awaited_group(run, filter) if ready >= run.ledger.batch_groups else None
+    if group is None:
+        return
+    at_workers = [episode.worker for episode in group.members if episode.state in AT_WORKER]
+    running_s = now - group.begun_at
+    yield Reason(
+        code="oldest-group",
+        message=(
+            f"{_count(ready, 'group')} ready. The next batch waits for group {group.id} (task {group.task.id} of "
+            f"{group.task.environment}), which would go stale otherwise: it began {running_s:.1f} s ago, and has "
+            f"{_count(len(at_workers), 'episode')} at workers, {group.live - len(at_workers)} queued."
+            f"{_silent_workers(state, run, at_workers, now)}"
+        ),
+        facts={
+            "group": group.id,
+            "task": group.task.id,
+            "environment": group.task.environment,
+            "running_s": running_s,
+            "leased": len(at_workers),
+            "queued": group.live - len(at_workers),
+            "ready": ready,
+        },
+    )
+
+
+def _silent_workers(state: SchedulerState, run: Run, names: list[str], now: float) -> str:
+    """A sentence on the workers that are late with their heartbeat, if any."""
+    silent = {name: now - state.workers.by_name[name].seen for name in names}
+    late = [f"{name} ({s:.0f} s)" for name, s in silent.items() if s > run.spec.attempt_lease_s / 2]
+    return f" No message came from {', '.join(late)}: its attempts are queued again when their leases end." * bool(late)
 
 
 def _missing_shards(run: Run) -> Iterator[Reason]:
@@ -194,6 +237,7 @@ def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     yield from _saturated(run)
     yield from _failing(run, now)
     yield from _evaluation_hold(run, now)
+    yield from _outdated(run)
     yield from _stale(run)
     yield from _zero_variance(run)
     yield from _too_long(run)
@@ -270,14 +314,33 @@ def _evaluation_hold(run: Run, now: float) -> Iterator[Reason]:
         )
 
 
+def _outdated(run: Run) -> Iterator[Reason]:
+    """A reason that names the version of each policy server, if none of them could be served. Where the service loads
+    the weights, the progress of the load is the reason."""
+    servers, bound = run.policy_servers, run.spec.max_staleness
+    if not run.outdated or servers.target is not None:
+        return
+    versions = {address: str(version) for address, version in servers.served_by_address.items()}
+    named = ", ".join(f"{address} serves {version}" for address, version in islice(versions.items(), NAMED_SERVERS))
+    more = f", and {len(versions) - NAMED_SERVERS} more" if len(versions) > NAMED_SERVERS else ""
+    yield Reason(
+        code="policy-outdated",
+        message=(
+            f"No policy server has a version that may be trained on: {named}{more}; the run is at "
+            f"{run.versions.now}, and max_staleness is {bound}. Load the weights of a version before its ack, or ack "
+            "with `weights`. Until then one attempt at a time is made."
+        ),
+        facts={"version": str(run.versions.now), "max_staleness": bound, "servers": versions},
+    )
+
+
 def _stale(run: Run) -> Iterator[Reason]:
     if stale := run.stale_since_batch:
-        hint = " Does the policy server serve that version?" if run.only_goes_stale else ""
         yield Reason(
             code="all-stale",
             message=(
                 f"{_count(stale, 'group')} went stale since the last batch: more than "
-                f"{_count(run.spec.max_staleness, 'version')} behind {run.versions.now}.{hint}"
+                f"{_count(run.spec.max_staleness, 'version')} behind {run.versions.now}."
             ),
             facts={"stale": stale, "max_staleness": run.spec.max_staleness},
         )

@@ -5,7 +5,8 @@
 * Fifo serves the oldest dispatch first, lifo the newest; uniform and prioritized draw by exact weights, without
   replacement.
 * A draw depends on the run's seed, the batches formed so far and the eligible groups alone; a replay draws the same.
-* Groups that do not fit the filter of a pull are never chosen.
+* Fifo passes over an older group in flight only while that can still be served in the batch after; else it waits.
+* Groups that do not fit the filter of a pull are never chosen, and never waited for.
 * Selection reads only the groups that it takes.
 """
 
@@ -16,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-from headrace.selection import SELECTION_RULES
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter
+from headrace.selection import SELECTION_RULES, SelectionRule
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 
@@ -29,9 +30,43 @@ def choose(run: Run, filter: GroupFilter) -> list[Group]:
     if not last and run.eligible.count(filter) < room.groups:
         return []
     rule = SELECTION_RULES.find(run.spec.selection.order)
+    awaited = awaited_group(run, filter)
+    if awaited is not None and _is_short_before(run, filter, awaited, room, rule):
+        return []
     with closing(_Eligible(run, filter)) as groups:
-        taken, enough = _fill(room, rule.order(groups))
+        ordered = rule.order(groups)
+        if awaited is not None:
+            ordered = (group for group in ordered if group.dispatch_order < awaited.dispatch_order)
+        taken, enough = _fill(room, ordered)
     return taken if enough or last else []
+
+
+def awaited_group(run: Run, filter: GroupFilter) -> Group | None:
+    """The oldest open group that a batch must not pass over, as the run's rule demands; None if there is none.
+
+    A batch made now is acked before the next one is formed, and so may be all batches that are held: the version then
+    is that many steps ahead. Groups that are passed over come first then, a batch of them at a time. A group that would
+    be out of bound at its turn is waited for. With several uses, used groups come before it again and again, so no
+    group is passed over.
+    """
+    if not SELECTION_RULES.find(run.spec.selection.order).waits:
+        return None
+    steps = len(run.batches_for_any_pull()) + 1
+    slack = run.spec.max_staleness - steps if run.spec.max_uses == 1 else -1
+    passed = 0
+    for group in run.in_progress.values():
+        if filter.fits(kind_of(group.task)):
+            behind = run.behind(group)
+            if behind is not None and behind + passed // run.ledger.batch_groups > slack:
+                return group
+            passed += 1
+    return None
+
+
+def _is_short_before(run: Run, filter: GroupFilter, awaited: Group, room: _BatchRoom, rule: SelectionRule) -> bool:
+    """True if too few groups were dispatched before the awaited one; decided without reading them."""
+    counted = room.tokens is None and rule.weight is None
+    return counted and run.eligible.weight_before(filter, awaited.dispatch_order) < room.groups
 
 
 class _BatchRoom(NamedTuple):

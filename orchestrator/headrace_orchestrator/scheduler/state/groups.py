@@ -193,6 +193,7 @@ class Group:
         "adapters",
         "added_members",
         "batch",
+        "begun_at",
         "damaged",
         "dispatch_order",
         "evaluation",
@@ -256,6 +257,8 @@ class Group:
         self.failed_attempts = 0
         #: Place in the order of dispatch; -1 until its first member is dispatched.
         self.dispatch_order = -1
+        #: Soft: when its first member was dispatched, or a later restart.
+        self.begun_at = 0.0
         self.uses = 0
         #: Its priority in a prioritized draw.
         self.priority = 1.0

@@ -12,10 +12,28 @@ REMEMBERED_SKIPPED = 32
 """Maximum number of skipped versions remembered, for people to read."""
 
 
-class PolicyServersState:
-    """The policy servers of one run. ``reasons`` is soft."""
+IN_PROCESS = "the policy of the workers"
+"""Stands for the address of a policy without one: it runs inside the workers."""
 
-    __slots__ = ("held", "loaded", "reasons", "servers", "skipped", "target", "weights")
+REMEMBERED_SAMPLED = 64
+"""Maximum number of servers whose last version in a result is remembered."""
+
+
+class PolicyServersState:
+    """The policy servers of one run. ``reasons`` and ``probed`` are soft."""
+
+    __slots__ = (
+        "confirmed",
+        "held",
+        "loaded",
+        "probed",
+        "reasons",
+        "sampled",
+        "servers",
+        "skipped",
+        "target",
+        "weights",
+    )
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         #: Whether a server drains, by its address.
@@ -28,6 +46,12 @@ class PolicyServersState:
         self.loaded: Weights | None = None
         #: Versions that were overtaken before any server served them, newest last.
         self.skipped: list[Version] = []
+        #: The newest version in the last result of each server, by its address; and False while the last result shows
+        #: an older version than the one that the learner announced before its attempt began.
+        self.sampled: dict[str, Version] = {}
+        self.confirmed = True
+        #: The version that each server reported last, by its address.
+        self.probed: dict[str, Version] = {}
         #: The reasons why servers keep a learner waiting.
         self.reasons: list[Reason] = []
 
@@ -40,6 +64,28 @@ class PolicyServersState:
         elif version != self.target and not (rewound and self.target is not None):
             self.target = self.weights = self.loaded = None
             self.held = version
+
+    @property
+    def served(self) -> Version:
+        """The newest version that a server serves: the held one, unless results show that no server has it."""
+        if self.confirmed:
+            return self.held
+        return min(self.held, max((*self.sampled.values(), *self.probed.values()), default=self.held))
+
+    @property
+    def served_by_address(self) -> dict[str, Version]:
+        """The versions that the servers are known to serve, by address."""
+        return self.probed or self.sampled
+
+    def take_result(self, addresses: Iterable[str], began: Version, newest: Version) -> None:
+        """Take the newest version in a result, and the version that was held when its attempt began. Where the service
+        loads the weights, it knows the versions by itself."""
+        for address in addresses:
+            self.sampled.pop(address, None)
+            self.sampled[address] = newest
+        while len(self.sampled) > REMEMBERED_SAMPLED:
+            del self.sampled[next(iter(self.sampled))]
+        self.confirmed = self.target is not None or newest >= began
 
     def set_served(self, version: Version, weights: Weights) -> None:
         """Set the version with which the first server takes requests."""

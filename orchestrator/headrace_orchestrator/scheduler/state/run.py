@@ -5,7 +5,7 @@ Soft fields (deadlines, what the learner does) are marked; a replay resets them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.runspec import RunSpec
@@ -25,6 +25,7 @@ from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, G
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
+from headrace_orchestrator.scheduler.state.task_shares import TaskShares
 from headrace_orchestrator.scheduler.state.versions import Versions, span_of
 
 K = TypeVar("K")
@@ -123,12 +124,18 @@ class Run:
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
+        #: Positions of a fixed list whose groups were retired unserved although no task failed: they are drawn again.
+        self.returned: dict[int, None] = {}
+        #: Groups drawn and groups trained on, by kind of task.
+        self.shares = TaskShares()
         #: Groups that were admitted, from any source.
         self.admitted = 0
         #: Groups in flight, and retired ones of which a worker still holds attempts.
         self.groups: dict[str, Group] = {}
         #: The open ones of them, in order of admission.
         self.open_groups: dict[str, Group] = {}
+        #: Those that any pull may take and that were dispatched, in the order of dispatch.
+        self.in_progress: OrderedDict[str, Group] = OrderedDict()
         #: Groups that need a decision; empty between commands.
         self.undecided: dict[str, Group] = {}
         #: Queued episodes, first to go first. Entries that are not queued any more are skipped, and dropped at the next
@@ -200,12 +207,15 @@ class Run:
     # Policy servers and evaluations ---------------------------------------------------------------------------
 
     @property
+    def versions_behind(self) -> int:
+        """Versions between the one that the policy servers serve and the current one."""
+        behind = self.versions.distance(self.policy_servers.served)
+        return self.spec.max_staleness + 1 if behind is None else behind
+
+    @property
     def outdated(self) -> bool:
-        """True if the version that the policy servers hold is so old that its samples would be stale at once."""
-        if self.policy_servers.target is None:
-            return False
-        behind = self.versions.distance(self.policy_servers.held)
-        return behind is None or behind > self.spec.max_staleness
+        """True if the version that the policy servers serve is so old that its samples would be stale at once."""
+        return self.versions_behind > self.spec.max_staleness
 
     @property
     def evaluation_ready(self) -> int:
@@ -238,8 +248,10 @@ class Run:
 
     @property
     def makes_nothing_usable(self) -> bool:
-        """True if its groups only go stale, or have nothing to train on."""
-        return self.only_goes_stale or self.only_makes_unusable
+        """True if its groups only go stale or would, or have nothing to train on. Where the service loads the weights,
+        it knows the versions of the servers, and no attempt is needed to learn them."""
+        would_go_stale = self.outdated and self.policy_servers.target is None
+        return would_go_stale or self.only_goes_stale or self.only_makes_unusable
 
     @property
     def awaited_by_next_try(self) -> int:
@@ -280,6 +292,8 @@ class Run:
 
     def next_task(self) -> tuple[int, Task] | None:
         """Position and task of the next group of the run's own source, quarantined ones skipped; None at its end."""
+        for position in self.returned:
+            return self.source.next_task(position, ())
         return self.source.next_task(self.position, self.quarantined)
 
     @property
@@ -320,6 +334,16 @@ class Run:
         """True if a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
         return not (group.evaluation is not None or (group.submitted and self.has_own_source))
 
+    def learner_waits(self, now: float) -> bool:
+        """True if a pull waits, or did a moment ago."""
+        return any(learner.waiting_until > now for learner in self.learners.values())
+
+    @property
+    def begun(self) -> int:
+        """Groups that any pull may take, and that were dispatched and not retired."""
+        held = sum(len(batch.groups) for batch in self.batches_for_any_pull())
+        return len(self.in_progress) + len(self.eligible) + held
+
     def index_of(self, group: Group) -> EligibleIndex:
         """The index that holds the group while it is eligible."""
         return self.eligible if self.is_for_any_pull(group) else self.eligible_by_name
@@ -327,6 +351,14 @@ class Run:
     def bound_violation(self, group: Group) -> str:
         """``rewound`` or ``stale`` if its versions do not allow it to be served; else empty."""
         return self.versions.bound_violation(span_of(group.versions()), self.spec.max_staleness)
+
+    def behind(self, group: Group) -> int | None:
+        """Versions that its oldest row is behind; None if it has none yet, or is out of bound already."""
+        distances = [self.versions.distance(version) for version in group.versions()]
+        known = [distance for distance in distances if distance is not None]
+        if not known or len(known) < len(distances) or max(known) > self.spec.max_staleness:
+            return None
+        return max(known)
 
     def needs_top_up(self, group: Group) -> bool:
         """True if a new member has to take the place of one that failed for good, or of one without a row beside

@@ -123,6 +123,7 @@ class PolicyServerWatch:
             for change in self._adapters.step(controller.servers, held=hold_s > 0):
                 self._start(self._adapt(change))
         self._count()
+        self._take_versions(servers)
         reasons = controller.reasons()
         servers.reasons = reasons + self._discovery.reasons() + self._adapters.reasons()
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
@@ -130,6 +131,18 @@ class PolicyServerWatch:
             self._published_revision = self.revision
             self._shell.queues.for_policy_servers(self._run).wake_all()
         await self._record_served(servers)
+
+    def _take_versions(self, servers: PolicyServersState) -> None:
+        """Record the versions that the servers report, and offer work if one of them may be served again."""
+        run = self._shell.run(self._run)
+        outdated = run.outdated
+        servers.probed = {
+            server.address: server.version
+            for server in self.controller.servers.values()
+            if server.version is not None and not self._adapters.trains
+        }
+        if outdated and not run.outdated:
+            self._shell.queues.offer_work()
 
     def _start(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(call)

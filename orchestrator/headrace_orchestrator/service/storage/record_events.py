@@ -61,6 +61,7 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
         evaluation=head.provenance.evaluation,
         by_worker=bool(head.provenance.worker),
         trajectory=head.id,
+        servers=head.provenance.endpoints,
     )
 
 

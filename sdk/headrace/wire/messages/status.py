@@ -19,6 +19,16 @@ class GroupCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Retired groups by reason."""
 
 
+class TaskShare(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Groups of one kind of task: drawn (admitted), and trained on (their first batch was acked). ``kind``:
+    ``environment`` or ``tag``. With every order but ``fifo``, kinds that take long may be trained on too rarely."""
+
+    kind: str
+    name: str
+    drawn: int = 0
+    trained: int = 0
+
+
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The status of a run, as the console and the commands ``runs`` and ``top`` show it."""
 
@@ -55,10 +65,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasons: list[Reason]
     """The reasons why a pull waits, or would wait if it came now."""
     selected: dict[str, int] = {}
-    """Effects of the selection rules. Groups put in batches: ``fifo``, ``lifo``, ``uniform``, ``prioritized``, by that
-    order; ``awaited``, by id. Of these, ``filtered``: for a pull with environments or tags; ``reused``: not for the
-    first time; ``short``: with fewer members than requested; ``partial``: without waiting for the other members.
-    ``zero_variance``: groups made eligible although their returns are all equal. ``topped_up``: members added."""
+    """Effects of the selection rules. Groups put in batches: ``fifo``, ``ready``, ``lifo``, ``uniform``,
+    ``prioritized``, by that order; ``awaited``, by id. Of these, ``filtered``: for a pull with environments or tags;
+    ``reused``: not for the first time; ``short``: with fewer members than requested; ``partial``: without waiting for
+    the other members. ``zero_variance``: groups made eligible although their returns are all equal. ``topped_up``:
+    members added."""
+    shares: list[TaskShare] = []
+    """Groups drawn and groups trained on, for each environment and tag."""
     mean_reward: float | None = None
     """Mean episode reward of the last 256 terminal records with rewards."""
     quarantined: int = 0

@@ -41,6 +41,11 @@ class EligibleIndex:
         """Groups of fitting kinds that may be chosen."""
         return sum(len(tree) for (kind, _), tree in self._in_bound.items() if filter.fits(kind))
 
+    def weight_before(self, filter: GroupFilter, place: int) -> int:
+        """The sum of the weights of groups of fitting kinds that may be chosen and were dispatched before a place. With
+        equal weights it is their number."""
+        return sum(tree.weight_before(place) for (kind, _), tree in self._in_bound.items() if filter.fits(kind))
+
     def add(self, group: Group, versions: Versions) -> None:
         """Add an eligible group."""
         key = _key_of(group)

@@ -73,6 +73,17 @@ class SumTree:
             place = place << FANOUT_BITS | index
         return place
 
+    def weight_before(self, place: int) -> int:
+        """The sum of the weights of lower places."""
+        total = 0
+        for level in self.levels:
+            key, index = place >> FANOUT_BITS, place & (FANOUT - 1)
+            node = level.get(key)
+            if node is not None:
+                total += sum(node[:index])
+            place = key
+        return total + sum(sum(node) for key, node in self.levels[-1].items() if key < place)
+
     def places(self, backwards: bool = False) -> Iterator[int]:
         """All places in order."""
         for key in sorted(self.levels[-1], reverse=backwards):

@@ -8,7 +8,7 @@ from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.admission import failure_backoff
 from headrace_orchestrator.scheduler.state.admission.failure_streak import OUTAGE_FAILURES
-from tests.orchestrator.scheduler.harness import BROKEN, NO_POLICY, Harness
+from tests.orchestrator.scheduler.harness import BROKEN, NO_POLICY, Harness, codes
 
 SLOTS = 32
 
@@ -93,7 +93,7 @@ def test_attempts_at_workers_continue_where_groups_only_go_stale_the_next_try_wa
     harness = Harness()
     harness.run(batch_size=2, max_staleness=0)
     harness.announce("0.5")
-    while not harness.core.state.runs["r"].only_goes_stale:
+    while not harness.core.state.runs["r"].makes_nothing_usable:
         for attempt in harness.lease(SLOTS):
             harness.finish(attempt, low=Version(0, 0))
     for expected in (0, 1, 0, 0):
@@ -111,7 +111,7 @@ def test_groups_that_only_go_stale_slow_it_down_and_one_within_bound_lifts_it(ha
             harness.finish(attempt, low=Version(0, 0))
         harness.advance(0.05)
     assert granted < 60
-    assert "Does the policy server serve that version?" in str(harness.empty().reasons)
+    assert "policy-outdated" in codes(harness.empty())
     harness.advance(failure_backoff.LONGEST_S)
     (single,) = harness.lease(SLOTS)
     harness.finish(single, low=Version(0, 5))

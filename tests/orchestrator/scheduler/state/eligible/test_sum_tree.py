@@ -31,6 +31,14 @@ def test_the_first_the_last_and_the_place_at_a_given_weight_are_found(weights, d
         assert tree.place_at(target) == place
 
 
+@given(st.dictionaries(PLACES, WEIGHTS, max_size=60), PLACES)
+def test_the_weights_before_a_place_are_summed(weights, place):
+    tree = SumTree()
+    for other, weight in weights.items():
+        tree.add(other, weight)
+    assert tree.weight_before(place) == sum(weight for other, weight in weights.items() if other < place)
+
+
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=30), st.dictionaries(PLACES, WEIGHTS, max_size=30))
 def test_sums_are_the_same_after_any_additions_and_removals(kept, gone):
     direct, indirect = SumTree(), SumTree()
