@@ -455,14 +455,15 @@ class NothingToServe(ServingEnd):
 
 
 class GroupEnded(ServingEnd):
-    """An awaited group was retired and will not be served; ``extra["reasons"]`` says which and why."""
+    """Awaited groups were retired and will not be served: ``extra["ended"]`` has the reason of each, by its id.
+    ``extra["left"]`` lists the others, which may be pulled without them."""
 
     code = "group-ended"
     title = "An awaited group will not be served"
 
 
 class GroupIncomplete(ServingEnd):
-    """An awaited group has fewer episodes than requested; ``extra`` has ``group``, ``episodes``, ``wanted``."""
+    """Awaited groups have fewer episodes than requested; ``extra["failures"]`` has the reason of each, by its index."""
 
     code = "group-incomplete"
     title = "An awaited group has too few episodes"

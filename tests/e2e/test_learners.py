@@ -10,6 +10,7 @@ import pytest
 
 from headrace import AsyncClient, Client
 from headrace.errors import GroupEnded, RunFinished, UnknownEnvironment
+from headrace.integrations.prompts import PromptGroup, roll_out
 from tests.e2e.conftest import Service
 from tests.e2e.processes import answers, free_port, wait_for
 from tests.sdk.test_base_install import base_python, run_learner
@@ -70,6 +71,18 @@ def test_submitted_groups_are_awaited_by_id_and_are_served_or_end_in_a_typed_fai
         assert failed.failure is not None
         assert (failed.failure.layer, failed.failure.kind) == ("environment", "unknown-environment")
         assert failed.reward is None
+
+
+def test_good_groups_of_a_roll_out_come_back_beside_the_reason_of_a_bad_one(working: Service) -> None:
+    bad = {"environment": "example:NowhereInstalled", "seed": 0}
+    with Client(working.url, keepalive=False) as client:
+        client.create_run({"name": "prompts", "group_size": 2, **LIMITS})
+        for _ in range(2):  # the second time the bad task is quarantined
+            tasks = [ARITHMETIC[0], bad, ARITHMETIC[1]]
+            rolled = roll_out(client, "prompts", [PromptGroup(task, 2) for task in tasks], timeout_s=60)
+            assert [len(group) for group in rolled.episodes] == [2, 0, 2]
+            assert list(rolled.failures) == [1]
+            assert "unknown-environment" in rolled.failures[1]
 
 
 def test_two_player_games_train_against_a_frozen_opponent(working: Service) -> None:

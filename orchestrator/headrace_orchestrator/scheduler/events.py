@@ -185,7 +185,7 @@ REPLACED = "version-replaced"
 
 class GroupRetired(Event, frozen=True, kw_only=True):
     """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, no-rows, row-too-long, rejected,
-    evicted, failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
+    evicted, failed, quarantined, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
 
     run: str
     group: str

@@ -21,7 +21,7 @@ from typing import Any
 from headrace.bounds import MAX_COUNT
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
-from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, require_complete, roll_out
 from headrace.integrations.trainer_sampling import require_run_sampling
 
 
@@ -40,7 +40,7 @@ class HeadraceGenerator:
         self._client, self._run, self._task, self._timeout_s = client, run, task, timeout_s
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``GeneratorOutput`` for a ``GeneratorInput``. Raises the errors of ``roll_out``."""
+        """The ``GeneratorOutput`` for a ``GeneratorInput``. Raises the errors of ``roll_out``, and GroupIncomplete."""
         return await asyncio.to_thread(self._generate, input_batch)
 
     def _generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class HeadraceGenerator:
         for size in group_sizes(keys, MAX_COUNT):
             requested.append(PromptGroup(self._task(names[start], extras[start], prompts[start]), size))
             start += size
-        groups = roll_out(self._client, self._run, requested, timeout_s=self._timeout_s)
+        groups = require_complete(roll_out(self._client, self._run, requested, timeout_s=self._timeout_s))
         return {**_output([episode for group in groups for episode in group]), "trajectory_ids": ids}
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
-from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, require_complete, roll_out
 from headrace.integrations.trainer_sampling import require_run_sampling
 from headrace.integrations.weight_folder import WeightFolder
 from headrace.trajectory import Version
@@ -52,8 +52,8 @@ def rollout_func(
     trainer loads them into the servers itself. ``timeout_s``: that of ``Client.pull``.
 
     Raises InvalidRequest for a run that allows staleness, because the trainer assumes that its current weights sampled
-    all episodes. The function raises the errors of ``roll_out``, and InvalidRequest if the trainer's configuration
-    requests other sampling parameters than the run's.
+    all episodes. The function raises the errors of ``roll_out``, GroupIncomplete, and InvalidRequest if the
+    trainer's configuration requests other sampling parameters than the run's.
     """
     spec = client.run(run).spec
     bound = spec["max_staleness"]
@@ -73,7 +73,7 @@ def rollout_func(
         for size in group_sizes(prompts, group_size):
             requested.append(PromptGroup(task(prompts[start]), size))
             start += size
-        groups = roll_out(client, run, requested, timeout_s=timeout_s)
+        groups = require_complete(roll_out(client, run, requested, timeout_s=timeout_s))
         return _output([episode for group in groups for episode in group])
 
     return roll

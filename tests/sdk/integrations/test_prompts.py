@@ -13,7 +13,7 @@ import pytest
 from headrace.batch.build import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.client.sync_client import Client
-from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest
+from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest, NothingToServe
 from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
 from headrace.integrations.skyrl import HeadraceGenerator
 from headrace.integrations.trl_grpo import headrace_reward, rollout_func
@@ -30,7 +30,13 @@ SUBMIT = "POST /v1/runs/guess/groups"
 ACK = "POST /v1/runs/guess/batches/b/ack"
 NACK = "POST /v1/runs/guess/batches/b/nack"
 VERSION = "POST /v1/runs/guess/version"
-ENDED = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="group-ended", message="g2 was retired: failed")])
+
+
+def ended(*ids: str) -> messages.EmptyReply:
+    reasons = [
+        messages.Reason(code="group-ended", message=f"{id} was retired: failed", facts={"group": id}) for id in ids
+    ]
+    return messages.EmptyReply(epoch=1, reasons=reasons)
 
 
 def body(*groups: list[Trajectory]) -> bytes:
@@ -79,7 +85,8 @@ TWICE = [PromptGroup(task("a"), 2), PromptGroup(task("b"), 2)]
 
 
 def test_episodes_are_returned_in_the_order_of_the_groups(served: StubServer, client: Client) -> None:
-    groups = roll_out(client, "guess", TWICE)
+    groups, failures = roll_out(client, "guess", TWICE)
+    assert failures == {}
     assert [[sum(episode.rewards) for episode in group] for group in groups] == [[1.0, 2.0], [3.0, 9.0]]
     submitted = served.requests_to(SUBMIT)[0].json["groups"]
     assert [(one["size"], one["task"]["example"]) for one in submitted] == [(2, {"prompt": "a"}), (2, {"prompt": "b"})]
@@ -91,12 +98,12 @@ def test_the_order_of_the_batch_does_not_matter(stub: StubServer, client: Client
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
     stub.on(PULL, batch(body(group(1, [1.0]), group(2, [2.0]))))
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
-    groups = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
+    groups, _ = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
     assert [group[0].rewards[-1] for group in groups] == [2.0, 1.0]
 
 
 def test_an_episode_is_split_at_the_policys_first_token(served: StubServer, client: Client) -> None:
-    episode = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
+    episode = roll_out(client, "guess", TWICE).episodes[1][1]  # a prompt of 6, turns of 4 at 6 and 13
     assert (len(episode.prompt_ids), len(episode.response_ids)) == (6, 11)
     assert episode.mask == [1] * 4 + [0] * 3 + [1] * 4
     assert [bool(logprob) for logprob in episode.logprobs] == [bool(sampled) for sampled in episode.mask]
@@ -108,24 +115,47 @@ def test_an_episode_is_split_at_the_policys_first_token(served: StubServer, clie
 
 
 def test_the_reward_of_a_turn_is_at_its_last_token(served: StubServer, client: Client) -> None:
-    assert roll_out(client, "guess", TWICE)[1][1].rewards == [0, 0, 0, 4.0, 0, 0, 0, 0, 0, 0, 5.0]
+    assert roll_out(client, "guess", TWICE).episodes[1][1].rewards == [0, 0, 0, 4.0, 0, 0, 0, 0, 0, 0, 5.0]
 
 
-def test_a_retired_group_is_an_error(stub: StubServer, client: Client) -> None:
+def test_a_group_that_ends_costs_the_others_nothing_its_reason_is_returned_beside_them(
+    stub: StubServer, client: Client
+) -> None:
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g3", "g2"])))
+    stub.on(PULL, ok(ended("g3")), batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    rolled = roll_out(client, "guess", [*TWICE, PromptGroup(task("c"), 2)])
+    assert [[sum(episode.rewards) for episode in group] for group in rolled.episodes] == [[1.0, 2.0], [], [3.0]]
+    assert rolled.failures == {
+        1: "g3 was retired: failed",
+        2: "Group g2 has 1 of the 2 requested episodes.",
+    }
+    assert [pull.json["groups"] for pull in stub.requests_to(PULL)] == [["g1", "g3", "g2"], ["g1", "g2"]]
+    assert len(stub.requests_to(ACK)) == 1
+
+
+def test_a_pull_of_groups_names_those_that_ended_and_those_that_are_left(stub: StubServer, client: Client) -> None:
+    stub.on(PULL, ok(ended("g2")))
+    with pytest.raises(GroupEnded, match="g2 was retired: failed") as error:
+        client.pull("guess", groups=["g1", "g2", "g3"])
+    assert error.value.extra["ended"] == {"g2": "g2 was retired: failed"}
+    assert error.value.extra["left"] == ["g1", "g3"]
+
+
+def test_if_no_group_can_be_served_an_error_has_the_reasons_of_all(stub: StubServer, client: Client) -> None:
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
-    stub.on(PULL, ok(ENDED))
-    with pytest.raises(GroupEnded, match="g2 was retired: failed"):
+    stub.on(PULL, ok(ended("g2")), ok(ended("g1")))
+    with pytest.raises(GroupEnded) as error:
         roll_out(client, "guess", TWICE)
+    assert error.value.extra["ended"].keys() == {"g1", "g2"}
 
 
-def test_an_incomplete_group_raises_an_error_that_names_it_and_is_given_back(stub: StubServer, client: Client) -> None:
+def test_the_error_at_the_timeout_has_the_ids_of_the_groups(stub: StubServer, client: Client) -> None:
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
-    stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
-    stub.on(NACK, ok({}))
-    with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 requested episodes") as short:
-        roll_out(client, "guess", TWICE)
-    assert short.value.extra == {"group": "g2", "episodes": 1, "wanted": 2}
-    assert stub.requests_to(NACK)[0].json["reason"].startswith("group-incomplete: Group g2")
+    stub.on(PULL, ok(messages.EmptyReply(epoch=1, reasons=[])))
+    with pytest.raises(NothingToServe) as error:
+        roll_out(client, "guess", TWICE, timeout_s=0.0)
+    assert error.value.extra["groups"] == ["g1", "g2"]
 
 
 def test_an_episode_of_several_rows_is_refused(stub: StubServer, client: Client) -> None:
@@ -139,7 +169,7 @@ def test_an_episode_of_several_rows_is_refused(stub: StubServer, client: Client)
 
 
 def test_no_groups_send_no_requests(stub: StubServer, client: Client) -> None:
-    assert roll_out(client, "guess", []) == []
+    assert roll_out(client, "guess", []) == ([], {})
     assert stub.requests == []
 
 
@@ -334,7 +364,7 @@ def g24(stub: StubServer, client: Client) -> list[EpisodeTokens]:
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
     segments = g24_segments((0.5, -0.25, 2.0))
     stub.on(PULL, batch(body([make_trajectory(number=k, segments=[of]) for k, of in enumerate(segments, 1)])))
-    return roll_out(client, "guess", [PromptGroup(task("a"), 3)])[0]
+    return roll_out(client, "guess", [PromptGroup(task("a"), 3)]).episodes[0]
 
 
 def test_mask_and_logprobs_are_at_each_rows_own_tokens(g24: list[EpisodeTokens]) -> None:

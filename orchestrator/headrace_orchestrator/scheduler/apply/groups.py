@@ -17,8 +17,8 @@ from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run, remember
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
-FAILURE_REASONS = frozenset({"failed", "incomplete"})
-"""Reasons of retirement that a failed episode causes."""
+FAILURE_REASONS = frozenset({"failed", "incomplete", "quarantined"})
+"""Reasons of retirement that a failed episode causes, of the group or of an earlier one of its task."""
 
 UNUSABLE_REASONS = frozenset({"no-rows"})
 """Reasons of retirement of groups that could not be used although no episode failed."""
@@ -109,7 +109,7 @@ def retire(run: Run, group: Group, reason: str) -> None:
         group.evaluation.cut |= reason == "deadline"
     if group.submitted:
         remember(run.submitted_ends, group.id, reason)
-        if reason in FAILURE_REASONS and (failure := _last_failure(group)):
+        if reason in FAILURE_REASONS and (failure := _last_failure(run, group)):
             remember(run.submitted_failures, group.id, failure)
     if run.spec.source == "mixture" and run.kills and not run.is_quarantined(group.task):
         run.kills.pop(task_key(group.task), None)
@@ -137,9 +137,12 @@ def _count_retired(run: Run, group: Group, reason: str) -> None:
         run.unusable_in_row += 1
 
 
-def _last_failure(group: Group) -> str:
+def _last_failure(run: Run, group: Group) -> str:
     failures = [episode.failure for episode in group.members if episode.failure is not None]
-    return _shortened(f"{failures[-1].layer}/{failures[-1].kind}: {failures[-1].message}") if failures else ""
+    if failures:
+        return _shortened(f"{failures[-1].layer}/{failures[-1].kind}: {failures[-1].message}")
+    kills = run.kills.get(task_key(group.task)) if run.is_quarantined(group.task) else None
+    return _shortened(kills[-1]) if kills else ""
 
 
 def _shortened(text: str) -> str:

@@ -2,6 +2,7 @@
 
 * The bytes held, reserved and requested must fit the byte bound together, before any group of a request is admitted.
 * One request admits a limited number of episodes.
+* A group of a quarantined task ends at once, with the reason; the others of its request are admitted.
 """
 
 from __future__ import annotations
@@ -53,10 +54,7 @@ def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest],
             raise InvalidRequest(f"A group has 1 to {MAX_GROUP_SIZE} episodes; group {id} has {size}.")
         if id in submitted or id in run.groups or id in run.submitted_ends:
             raise GroupExists(f"Run {run.name} has a group {id!r} already.", hint="Give each group an id of its own.")
-        task = parse_task(group.task, id)
-        if run.is_quarantined(task):
-            raise Conflict(f"The task of group {id} is quarantined: too many of its attempts failed.")
-        submitted[id] = (task, size)
+        submitted[id] = (parse_task(group.task, id), size)
     episodes = sum(size for _, size in submitted.values())
     if episodes > MAX_REQUEST_EPISODES:
         raise InvalidRequest(
@@ -68,6 +66,8 @@ def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest],
     _require_room(run, episodes)
     for id, (task, size) in submitted.items():
         follow_ups.admit_group(state, run, id, task, size, now, submitted=True)
+        if run.is_quarantined(task):
+            follow_ups.retire(state, run.groups[id], "quarantined", now)
     return list(submitted)
 
 

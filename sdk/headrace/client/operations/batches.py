@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -80,6 +80,22 @@ def pull_query(
         fields=tuple(fields),
         shard=shard,
         shards=shards,
+    )
+
+
+def _ended_group(reason: messages.Reason) -> str:
+    """The awaited group that a reason says has ended; empty for other reasons."""
+    return str(reason.facts["group"]) if reason.code == "group-ended" else ""
+
+
+def _groups_ended(query: PullQuery, ended: dict[str, str], text: str, extra: dict[str, Any]) -> GroupEnded:
+    left = [group for group in query.groups or () if group not in ended]
+    return GroupEnded(
+        f"Awaited groups of run {query.run!r} will not be served. {text}",
+        hint='Pull the others: groups=error.extra["left"].' if left else "",
+        ended=ended,
+        left=left,
+        **extra,
     )
 
 
@@ -178,8 +194,8 @@ class BatchOperations(RunOperations, TrajectoryOperations):
                     reply.assets.update((yield from self.assets(reply.asset_names())))
                 return reply
             text, extra = reasons_text(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
-            if any(reason.code == "group-ended" for reason in reply.reasons):
-                raise GroupEnded(f"The awaited groups of run {run!r} will not be served. {text}", **extra)
+            if ended := {_ended_group(reason): reason.message for reason in reply.reasons if _ended_group(reason)}:
+                raise _groups_ended(query, ended, text, extra)
             if reply.finished:
                 raise RunFinished(f"Run {run!r} is finished. {text}", **extra)
             if deadline is not None and self.clock() >= deadline:

@@ -92,3 +92,17 @@ def test_one_request_admits_a_limited_number_of_episodes(harness):
     with pytest.raises(InvalidRequest, match="at most 16384 episodes; this one has 16386"):
         harness.evaluate(6, episodes_per_task=2731)
     assert len(harness.submit("a", "b", size=4096)) == 2
+
+
+def test_a_group_of_a_quarantined_task_ends_at_once_with_the_reason_the_others_are_admitted(harness):
+    harness.run(source="learner", group_size=1, retries={"quarantine_after": 1})
+    harness.submit("bad")
+    harness.finish(*harness.lease(1), status="failed")
+    assert harness.status().quarantined == 1
+    harness.submit("again", "good")
+    reply = harness.pull(groups=["again", "good"])
+    assert [reason.facts["group"] for reason in reply.reasons] == ["again"]
+    assert "(quarantined)" in reply.reasons[0].message
+    assert "environment/crashed: It raised." in reply.reasons[0].message
+    assert harness.work() == 1
+    assert harness.pull(groups=["good"]).groups == ["good"]
