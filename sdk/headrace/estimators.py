@@ -125,11 +125,13 @@ class Estimator(NamedTuple):
 
     ``values`` returns f64[turns], finite for trained turns; the arrays of its argument are read-only. ``whiten``: the
     values are whitened over the batch. ``by_tokens``: whitening is always weighted by tokens.
+    ``compares``: the members of a group are compared, so that they must have the same task.
     """
 
     values: Callable[[Inputs], F64]
     whiten: bool = False
     by_tokens: bool = False
+    compares: bool = True
 
 
 def _returns(inputs: Inputs) -> F64:
@@ -170,12 +172,12 @@ ESTIMATORS = Registry(
     ENTRY_POINT_GROUP,
     Estimator,
     {
-        "reinforce": Estimator(_returns),
-        "rebn": Estimator(_returns, whiten=True),
+        "reinforce": Estimator(_returns, compares=False),
+        "rebn": Estimator(_returns, whiten=True, compares=False),
         "grpo": Estimator(_normalized),
         "dr_grpo": Estimator(_centred),
         "rloo": Estimator(_leave_one_out),
-        "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True),
+        "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True, compares=False),
         "reinforce_pp_baseline": Estimator(_centred, whiten=True, by_tokens=True),
     },
 )

@@ -468,6 +468,10 @@ class RunSpec(_Model):
     zero_variance: Literal["keep", "drop", "replace"] = "keep"
     """Treatment of groups whose returns are all equal: ``keep``, they are served; ``drop``, the batch is smaller
     without them; ``replace``, other groups take their place in the batch. Default keep."""
+    first_prompts: Literal["same", "any"] = "same"
+    """First prompts of a group's members: ``same``, a group in which they differ is not compared, because its members
+    had different tasks; ``any``, it is compared, as for an environment whose first words vary by design. Default
+    same."""
     max_replaced: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Most zero-variance groups that are replaced for one batch; further ones are served. Default none: three times the
     groups of a batch."""

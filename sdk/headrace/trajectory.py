@@ -245,7 +245,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The origin of a record. ``endpoints``: the policy servers used. ``evaluation``: the evaluation it belongs to, if
-    any; such a record is never in a batch. ``sampling_seed`` is the episode's seed for sampling."""
+    any; such a record is never in a batch. ``sampling_seed`` is the episode's seed for sampling. ``first_prompt``: a
+    fingerprint of what the policy was shown before the first turn; the same in all members of a group whose seed fixes
+    the task."""
 
     worker: str = ""
     endpoints: list[str] = []
@@ -253,6 +255,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     headrace_version: str = ""
     evaluation: str = ""
     sampling_seed: int = 0
+    first_prompt: str = ""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,7 +108,10 @@ def _complete(state: bytes) -> SnapshotState:
     """The state with the defaults of fields that its version did not have, and with workers sorted by name: their
     stored order depends on requests that are not in the log."""
     stored = msgspec.msgpack.decode(state, type=SnapshotState)
-    runs = [replace(run, groups=list(map(_complete_group, run.groups))) for run in stored.runs]
+    runs = [
+        replace(run, spec=parse_run_spec(run.spec).model_dump(), groups=list(map(_complete_group, run.groups)))
+        for run in stored.runs
+    ]
     return replace(stored, runs=runs, workers=sorted(stored.workers, key=lambda worker: worker.name))
 
 

@@ -42,7 +42,11 @@ def row(run: messages.RunStatus) -> list[str]:
 def problems(run: messages.RunStatus) -> list[str]:
     """Sentences about persistent failures and episodes without rows, whether or not the learner waits, and about a
     weight sync in progress."""
-    failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing") or reason.code == "no-rows"]
+    failing = [
+        reason.message
+        for reason in run.reasons
+        if reason.code.endswith("-failing") or reason.code in ("no-rows", "prompts-differ")
+    ]
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
 

@@ -123,6 +123,7 @@ _WAITED_FOR = {
     "zero-variance": "groups whose members have different rewards",
     "row-too-long": "groups whose rows fit into a bin",
     "no-rows": "episodes in which the policy acts",
+    "prompts-differ": "groups whose members have the same task",
     "estimator-failing": "the estimator, which fails",
     "group-ended": "nothing: a group that it waits for has ended",
 }

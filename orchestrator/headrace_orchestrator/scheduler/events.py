@@ -164,6 +164,8 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
     size_bytes: int = 0
     evaluation: str = ""
     by_worker: bool = True
+    first_prompt: str = ""
+    """Fingerprint of its first prompt; empty if unknown."""
     trajectory: str = ""
     """Id of the stored trajectory; empty until the shell assigns one."""
     servers: list[str] = []
@@ -184,8 +186,9 @@ REPLACED = "version-replaced"
 
 
 class GroupRetired(Event, frozen=True, kw_only=True):
-    """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, no-rows, row-too-long, rejected,
-    evicted, failed, quarantined, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
+    """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, no-rows, prompts-differ, row-too-long,
+    rejected, evicted, failed, quarantined, rewound, closed; of an evaluation: evaluated, deadline,
+    version-replaced."""
 
     run: str
     group: str

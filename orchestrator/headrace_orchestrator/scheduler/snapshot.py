@@ -82,6 +82,8 @@ class GroupRow(SnapshotRow, frozen=True):
     batch: str
     reason: str
     rowless: int = 0
+    first_prompt: str = ""
+    prompts_differ: bool = False
 
 
 class BatchRow(SnapshotRow, frozen=True):
@@ -177,6 +179,7 @@ class RunRow(SnapshotRow, frozen=True):
     rowless: int = 0
     rowless_since_batch: dict[str, int] = {}
     returned: dict[int, None] = {}
+    prompts_differ_since_batch: dict[str, int] = {}
 
 
 class SnapshotGroup(SnapshotRow, frozen=True):

@@ -80,7 +80,7 @@ def table_schema() -> pa.Schema:
         timing=struct(wall_s=real, working_s=real, policy_s=real, environment_s=real, waiting_s=real),
         provenance=struct(
             worker=text, endpoints=pa.list_(text), environment_version=text, headrace_version=text, evaluation=text,
-            sampling_seed=text,
+            sampling_seed=text, first_prompt=text,
         ),
     )  # fmt: skip
     return pa.schema(list(columns))

@@ -67,6 +67,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "batches_acked": run.batches_acked,
         "zero_variance": (run.zero_variance_since_batch, run.zero_variance_tokens),
         "too_long": run.too_long_since_batch,
+        "prompts_differ": dict(run.prompts_differ_since_batch),
         "rowless": (run.rowless, dict(run.rowless_since_batch), run.unusable_in_row),
         "selected": dict(run.selected),
         "evaluations": {
@@ -93,6 +94,8 @@ def _durable_group(group: Group) -> dict[str, Any]:
             group.live,
             group.usable,
             group.rowless,
+            group.first_prompt,
+            group.prompts_differ,
             group.dispatch_order,
             group.uses,
             group.held_bytes,

@@ -108,12 +108,13 @@ class Histories(RuleBasedStateMachine):
         behind=st.sampled_from([0, 0, 0, 1, 2, -1]),
         reward=st.sampled_from([0.0, 1.0]),
         right_nonce=st.sampled_from([True] * 9 + [False]),
+        first_prompt=st.sampled_from(["", "a", "a", "a", "a", "b"]),
     )
-    def submit(self, index, recent, how, behind, reward, right_nonce):
+    def submit(self, index, recent, how, behind, reward, right_nonce, first_prompt):
         pool = self.granted[-6:] if recent else self.granted
         worker, attempt = pool[index % len(pool)]
         failure = {"failed": BROKEN, "flaky": FLAKY, "no-policy": NO_POLICY}.get(how)
-        fields: dict[str, Any] = {"size_bytes": 700 + index % 9000, "worker": worker}
+        fields: dict[str, Any] = {"size_bytes": 700 + index % 9000, "worker": worker, "first_prompt": first_prompt}
         if failure is not None:
             fields |= {"status": "failed", "failure": failure}
         elif how == "cancelled":

@@ -42,6 +42,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     endpoints: list[str] = []
     environment_version: str = ""
+    first_prompt: str = ""
     control_tokens: int = 0
 
 
@@ -76,6 +77,7 @@ def record_of(assignment: Assignment, outcome: AttemptOutcome, *, trajectory_id:
             headrace_version=headrace_version(),
             evaluation=assignment.evaluation,
             sampling_seed=assignment.sampling_seed,
+            first_prompt=outcome.first_prompt,
         ),
         infos=outcome.infos,
         control_tokens=outcome.control_tokens,

@@ -34,6 +34,7 @@ from headrace_workers.episode.environment_driver import EnvironmentDriver, Envir
 from headrace_workers.episode.environment_processes import EnvironmentProcesses
 from headrace_workers.episode.environment_threads import EnvironmentThreads
 from headrace_workers.episode.error_text import describe_error
+from headrace_workers.episode.first_prompt import fingerprint
 from headrace_workers.episode.policy_logprobs import score_rows
 from headrace_workers.episode.run_plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
@@ -115,6 +116,7 @@ class EpisodeRun:
         self._messages: list[Message] = []
         self._infos: list[dict[str, Any]] = []
         self._turns = 0
+        self._first_prompt = ""
         self._context_tokens = plan.spec.limits.max_context_tokens
         self._servers: dict[str, None] = {}
         self._policy_s = 0.0
@@ -174,6 +176,7 @@ class EpisodeRun:
         self._begin(await self._driver.reset(self._time_left()))
         while True:
             track = self._next_track()
+            self._first_prompt = self._first_prompt or fingerprint(track.messages(), track.tools)
             if self._turns >= limits.max_turns:
                 raise _EpisodeOver("truncated", "max_turns")
             if self._policy_s + self._driver.environment_s > limits.working_time_s:
@@ -471,6 +474,7 @@ class EpisodeRun:
             ),
             endpoints=list(self._servers),
             environment_version=driver.version,
+            first_prompt=self._first_prompt,
             control_tokens=self._control_tokens,
         )
 

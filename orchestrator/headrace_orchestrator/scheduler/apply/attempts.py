@@ -164,6 +164,8 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
 
 def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
     """Add the result of a member to a group in flight."""
+    if group.evaluation is None and group.compare_prompt(event.first_prompt):
+        run.count_prompts_differ(group.task.environment)
     group.rowless += event.is_rowless
     if event.is_usable:
         group.usable += 1
@@ -176,7 +178,7 @@ def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
         if event.by_worker:
             run.ledger.learn_size(event.size_bytes)
     is_plain = group.live and event.is_usable and not group.rowless and _is_in_bound(run, event)
-    if not is_plain or run.is_too_long(group):
+    if not is_plain or group.prompts_differ or run.is_too_long(group):
         review(run, group)
 
 

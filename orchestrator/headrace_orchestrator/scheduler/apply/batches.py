@@ -40,6 +40,7 @@ def batch_formed(state: SchedulerState, event: events.BatchFormed, now: float) -
     run.batches_formed += 1
     run.stale_since_batch = run.too_long_since_batch = 0
     run.rowless_since_batch.clear()
+    run.prompts_differ_since_batch.clear()
     if run.is_for_any_pull(groups[0]):
         run.zero_variance_since_batch = run.zero_variance_tokens = 0
     for episode in lost:

@@ -20,7 +20,7 @@ from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 FAILURE_REASONS = frozenset({"failed", "incomplete", "quarantined"})
 """Reasons of retirement that a failed episode causes, of the group or of an earlier one of its task."""
 
-UNUSABLE_REASONS = frozenset({"no-rows"})
+UNUSABLE_REASONS = frozenset({"no-rows", "prompts-differ"})
 """Reasons of retirement of groups that could not be used although no episode failed."""
 
 RETURNING_REASONS = frozenset({"stale", "rewound", "evicted"})

@@ -45,7 +45,7 @@ def empty_reasons(
         if ended:
             return ended, True
     elif run.done_for(filter):
-        return [*_finished(run, filter), *_rowless(run)], True
+        return [*_finished(run, filter), *_rowless(run), *_prompts_differ(run)], True
     reasons = [
         *run.policy_servers.reasons,
         *_blocked(run, awaited),
@@ -242,6 +242,7 @@ def _starved(state: SchedulerState, run: Run, now: float) -> Iterator[Reason]:
     yield from _zero_variance(run)
     yield from _too_long(run)
     yield from _rowless(run)
+    yield from _prompts_differ(run)
     if number := len(run.quarantined):
         message = f"{_count(number, 'task')} quarantined: too many attempts of each failed."
         yield Reason(code="quarantined", message=message, facts={"tasks": number})
@@ -381,6 +382,23 @@ def _rowless(run: Run) -> Iterator[Reason]:
             code="no-rows",
             message=f"Since the last batch {_count(number, 'episode')} had nothing to train on: {causes}.",
             facts={"episodes": number, **run.rowless_since_batch},
+        )
+
+
+def _prompts_differ(run: Run) -> Iterator[Reason]:
+    """A reason that names the environments whose seed does not fix the task."""
+    for environment, number in run.prompts_differ_since_batch.items():
+        effect = "They were retired, because their members cannot be compared."
+        if not run.compares_members:
+            effect = "They are served, since the estimator does not compare their members."
+        yield Reason(
+            code="prompts-differ",
+            message=(
+                f"Since the last batch {_count(number, 'group')} of {environment} had members with different first "
+                f"prompts for the same seed. {effect} Let reset(seed) alone determine the episode, or set "
+                "first_prompts = 'any' in the run spec."
+            ),
+            facts={"environment": environment, "groups": number},
         )
 
 

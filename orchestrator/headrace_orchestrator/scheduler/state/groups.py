@@ -198,6 +198,7 @@ class Group:
         "dispatch_order",
         "evaluation",
         "failed_attempts",
+        "first_prompt",
         "held_bytes",
         "history",
         "id",
@@ -208,6 +209,7 @@ class Group:
         "packed_trajectories",
         "position",
         "priority",
+        "prompts_differ",
         "reason",
         "row_tokens",
         "rowless",
@@ -267,6 +269,9 @@ class Group:
         self.held_bytes = 0
         #: Results of members were lost in the log: it is served with the rest of them, and never topped up.
         self.damaged = False
+        #: Fingerprint of the first prompt of its first member that ended, and whether that of another one differs.
+        self.first_prompt = ""
+        self.prompts_differ = False
         self.batch = ""
         self.reason = ""
 
@@ -288,6 +293,14 @@ class Group:
     def only_failed(self) -> bool:
         """True if attempts of its members failed and none gave a usable record."""
         return self.failed_attempts > 0 and not self.usable
+
+    def compare_prompt(self, first_prompt: str) -> bool:
+        """Note the first prompt of a member that ended; returns True where it is the first one that differs."""
+        self.first_prompt = self.first_prompt or first_prompt
+        if self.prompts_differ or not first_prompt or first_prompt == self.first_prompt:
+            return False
+        self.prompts_differ = True
+        return True
 
     @property
     def cut(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple, TypeVar
 
+from headrace.estimators import ESTIMATORS, NONE
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
@@ -183,6 +184,8 @@ class Run:
         #: Episodes without a failure and without a row: all, and those since the last batch by cause.
         self.rowless = 0
         self.rowless_since_batch: Counter[str] = Counter()
+        #: Groups since the last batch whose members had different first prompts, by environment.
+        self.prompts_differ_since_batch: Counter[str] = Counter()
         self.episode_ends: Counter[str] = Counter()
         self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
         #: Failures of the last attempts; None for an attempt that did not fail.
@@ -279,6 +282,22 @@ class Run:
         tasks = 0 if self.spec.tasks is None else len(self.spec.tasks)
         return self.unusable_in_row > max(MIN_UNUSABLE, 2 * self.ledger.capacity, 2 * tasks)
 
+    def count_prompts_differ(self, environment: str) -> None:
+        """Count a group whose members had different first prompts, unless the spec allows that."""
+        if self.spec.first_prompts == "same":
+            self.selected["prompts_differ"] += 1
+            self.prompts_differ_since_batch[environment] += 1
+
+    @property
+    def compares_members(self) -> bool:
+        """True if the returns of a group's members are compared, by the estimator or by the learner itself."""
+        name = self.spec.estimator.name
+        return name == NONE or ESTIMATORS.find(name).compares
+
+    def is_incomparable(self, group: Group) -> bool:
+        """True if the members of the group would be compared although they had different tasks."""
+        return group.prompts_differ and self.spec.first_prompts == "same" and self.compares_members
+
     def count_rowless(self, event: EpisodeEnded) -> None:
         """Count an episode that has nothing to train on, by its cause."""
         self.rowless += 1
@@ -372,10 +391,13 @@ class Run:
             and group.evaluation is None
             and not self.closed
             and not self.is_quarantined(group.task)
+            and not self.is_incomparable(group)
         )
 
     def drop_reason(self, group: Group) -> str:
         """The reason to retire a group instead of waiting for it and serving it; else empty."""
+        if self.is_incomparable(group):
+            return "prompts-differ"
         if not group.live and not group.usable:
             return "no-rows" if group.rowless else "failed"
         if self.is_too_long(group):

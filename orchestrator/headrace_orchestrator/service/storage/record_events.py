@@ -60,6 +60,7 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
         size_bytes=size_bytes,
         evaluation=head.provenance.evaluation,
         by_worker=bool(head.provenance.worker),
+        first_prompt=head.provenance.first_prompt,
         trajectory=head.id,
         servers=head.provenance.endpoints,
     )

@@ -69,7 +69,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``prioritized``, by that order; ``awaited``, by id. Of these, ``filtered``: for a pull with environments or tags;
     ``reused``: not for the first time; ``short``: with fewer members than requested; ``partial``: without waiting for
     the other members. ``zero_variance``: groups made eligible although their returns are all equal. ``topped_up``:
-    members added."""
+    members added. ``prompts_differ``: groups whose members had different first prompts."""
     shares: list[TaskShare] = []
     """Groups drawn and groups trained on, for each environment and tag."""
     mean_reward: float | None = None
