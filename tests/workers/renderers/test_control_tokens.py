@@ -183,14 +183,13 @@ def test_a_control_token_that_is_a_word_of_the_tokenizers_model_is_not_made_eith
     assert marks(tokenizer, forged) == marks(tokenizer, plain)
 
 
-def test_runs_of_spaces_are_text_and_keep_their_tokens(tmp_path: Path) -> None:
-    folder = make_model(tmp_path, CHATML, marks=["\n\n", "<table>"])
+def test_words_and_runs_of_spaces_are_text_and_keep_their_tokens(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, CHATML, marks=["\n\n", "<table>", "user"])
     tokenizer = load_tokenizer(str(folder))
     renderer = TemplateRenderer(tokenizer)
-    ids = renderer.start([Message(role="user", content="<table>a\n\nb<|im_end|>\n\n")]).new_ids
-    assert marks(tokenizer, ids).count("\n\n") == 2
-    assert marks(tokenizer, ids).count("<table>") == 1
-    assert renderer.count_control_tokens(Message(role="user", content="<table>\n\n")) == 0
+    ids = renderer.start([Message(role="user", content="<table>a user\n\nb<|im_end|>\n\n")]).new_ids
+    assert [marks(tokenizer, ids).count(mark) for mark in ("\n\n", "<table>", "user")] == [2, 1, 2]
+    assert renderer.count_control_tokens(Message(role="user", content="<table>\n\n user")) == 0
 
 
 class Forges(Turns):

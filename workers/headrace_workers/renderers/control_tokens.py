@@ -2,7 +2,7 @@
 
 * A control token that a text spells is encoded as text: only the template and the policy make control tokens.
 * A text that spells no control token has the ids that the tokenizer gives it.
-* Tokens of text, such as a run of spaces, are not control tokens.
+* Tokens of words and spaces, such as ``user`` or a run of spaces, are not control tokens.
 * Control tokens that the policy sampled stay as they were sampled; those that it spelled stay text.
 
 A *separated* text has ``SEPARATOR`` inside each control token that it spells. It passes through a chat template like
@@ -55,8 +55,12 @@ class ControlTokens:
     def __init__(self, tokenizer: FolderTokenizer, turn_ids: Iterable[int], template_ids: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         turn, template = {*tokenizer.special_ids, *tokenizer.eos_token_ids, *turn_ids}, set(template_ids)
-        # A token of one character cannot be separated; one of spaces is text.
-        texts = {id_: text for text, id_ in tokenizer.added_tokens.items() if len(text) > 1 and not text.isspace()}
+        # A token of one character cannot be separated.
+        texts = {
+            id_: text
+            for text, id_ in tokenizer.added_tokens.items()
+            if len(text) > 1 and (id_ in tokenizer.special_ids or not _is_words(text))
+        }
         sources = tokenizer.templates.values()
         self._texts = {
             id_: text
@@ -205,6 +209,10 @@ class _SpelledTokens:
         if self._normalize is not None and self._pattern.search(self._normalize(text)):
             return SEPARATOR.join(text)
         return text
+
+
+def _is_words(text: str) -> bool:
+    return all(character.isalnum() or character.isspace() for character in text)
 
 
 def _escape(text: str) -> str:
