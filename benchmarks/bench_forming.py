@@ -66,7 +66,7 @@ class Buffer:
             attempt_lease_s=1e6,
             batch_lease_s=1e6,
         )
-        runs.create_run(self.state(), spec, self.now())
+        runs.create_run(self.state(), runs.prepare(self.state(), spec), self.now())
 
     @staticmethod
     def now() -> float:

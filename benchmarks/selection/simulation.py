@@ -61,7 +61,7 @@ class Simulation:
         self._steps = 0
         self._training = False
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        runs.create_run(self.core.state_at(self.now), spec, self.now)
+        runs.create_run(self.core.state_at(self.now), runs.prepare(self.core.state, spec), self.now)
         self._take()
 
     # Time

@@ -15,6 +15,10 @@ import msgspec
 MAX_EXACT = 1 << 53
 """Largest size in bytes or tokens: a float64, and so every reader of JSON, holds it exactly."""
 
+MAX_SPEC_BYTES = 8 << 20
+"""Most bytes of a run spec as JSON: a list of some ten thousand tasks with their dataset rows. Reading it takes a
+service less than a second, off its event loop."""
+
 MAX_COUNT = (1 << 31) - 1
 """Largest count: the product of two counts fits in 63 bits."""
 

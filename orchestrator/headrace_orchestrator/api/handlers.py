@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,9 +16,14 @@ from headrace_orchestrator.scheduler.commands import leases
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.callbacks import StoredCallback
 
+T = TypeVar("T")
+
 HandlerResult = HttpResponse | msgspec.Struct
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LARGE_BODY_BYTES = 256 << 10
+"""Size from which on tasks are decoded in a thread."""
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
@@ -26,6 +32,11 @@ MAX_PAGE = 1000
 
 def _json(value: Any) -> HttpResponse:
     return HttpResponse(msgspec.json.encode(value))
+
+
+async def _read_large(request: HttpRequest, kind: type[T]) -> T:
+    """Decode the body, in a thread if that takes more than a millisecond."""
+    return await asyncio.to_thread(request.read, kind) if len(request.body) > LARGE_BODY_BYTES else request.read(kind)
 
 
 # Workers
@@ -76,7 +87,7 @@ async def workers(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def create_run(service: Service, request: HttpRequest) -> HandlerResult:
-    return await service.create_run(request.read(dict[str, Any]))
+    return await service.create_run(request.body)
 
 
 async def runs(service: Service, request: HttpRequest) -> HandlerResult:
@@ -85,7 +96,10 @@ async def runs(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def run(service: Service, request: HttpRequest) -> HandlerResult:
-    return service.run_status(request.params["run"])
+    tasks = request.query.get("tasks", "true")
+    if tasks not in ("true", "false"):
+        raise InvalidRequest(f"tasks={tasks!r} is neither true nor false.", hint="/docs shows the query fields.")
+    return HttpResponse(await service.run_with_spec(request.params["run"], tasks=tasks == "true"))
 
 
 async def close_run(service: Service, request: HttpRequest) -> HandlerResult:
@@ -93,7 +107,7 @@ async def close_run(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def submit_groups(service: Service, request: HttpRequest) -> HandlerResult:
-    body = request.read(messages.SubmitGroupsRequest)
+    body = await _read_large(request, messages.SubmitGroupsRequest)
     for number, group in enumerate(body.groups):
         if group.id:
             require_name(f"groups.{number}.id", group.id)
@@ -126,7 +140,8 @@ async def hold(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def start_evaluation(service: Service, request: HttpRequest) -> HandlerResult:
-    return await service.start_evaluation(request.params["run"], request.read(messages.EvaluationRequest))
+    body = await _read_large(request, messages.EvaluationRequest)
+    return await service.start_evaluation(request.params["run"], body)
 
 
 async def evaluation(service: Service, request: HttpRequest) -> HandlerResult:

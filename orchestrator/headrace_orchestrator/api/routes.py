@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace import errors
+from headrace.bounds import MAX_SPEC_BYTES
 from headrace.runspec import RunSpec
 from headrace.server.auth import Role
 from headrace.wire import messages
@@ -126,7 +127,7 @@ def _run_routes() -> list[Route]:
         Route(
             method="POST",
             path=f"{API}/runs",
-            summary="Create a run.",
+            summary=f"Create a run; its spec has at most {MAX_SPEC_BYTES >> 20} MiB.",
             handler=handlers.create_run,
             roles=LEARNER,
             request=RunSpec,
@@ -137,7 +138,7 @@ def _run_routes() -> list[Route]:
         Route(
             method="GET",
             path=f"{API}/runs",
-            summary="All runs.",
+            summary="All runs, without their specs.",
             handler=handlers.runs,
             roles=ANY_READER,
             response=list[messages.RunStatus],
@@ -145,10 +146,11 @@ def _run_routes() -> list[Route]:
         Route(
             method="GET",
             path=f"{API}/runs/{{run}}",
-            summary="One run.",
+            summary="One run, with its spec.",
             handler=handlers.run,
             roles=ANY_READER,
             response=messages.RunStatus,
+            query=(Query("tasks", "`false`: the spec without its fixed list of tasks."),),
             errors=RUN_ERRORS,
         ),
         Route(

@@ -154,11 +154,19 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _type(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
-        return " or ".join(map(str, typing.get_args(annotation)))
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("headrace.runspec.", "")
+    """The type without its bounds, which the JSON schema has."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_type, arguments))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type, arguments))}]"
+    if annotation is type(None):
+        return "None"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
 
 
 def _default(info: FieldInfo) -> str:

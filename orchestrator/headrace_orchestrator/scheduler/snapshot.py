@@ -18,15 +18,13 @@ from typing import Any
 import msgspec
 
 from headrace.errors import CorruptRecord
-from headrace.runspec import RunSpec
-from headrace.spec_bounds import STORED
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import EvaluationEpisode, Weights
 from headrace_orchestrator.scheduler.state.batches import ClosedBatch, LearnerSessions, OpenBatch
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, EpisodeState, Group, GroupState
 from headrace_orchestrator.scheduler.state.run import Run
-from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState, stored_run
 from headrace_orchestrator.scheduler.state.workers import WorkerState
 
 FORMAT = 3
@@ -270,7 +268,7 @@ def snapshot(state: SchedulerState) -> bytes:
 
 def _stored_run(run: Run) -> tuple[Any, ...]:
     return (
-        run.plain_spec,
+        msgspec.Raw(run.plain_spec),
         _run(run),
         _versions(run.versions),
         _policy_servers(run.policy_servers),
@@ -320,7 +318,7 @@ def _require_format(number: int) -> None:
 
 
 def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run:
-    run = Run(RunSpec.model_validate(stored.spec, context=STORED), state.bounds, state.episodes)
+    run = stored_run(state, stored.spec)
     episodes = state.episodes
     _fill(run, stored.run)
     _set(run.versions, stored.versions)

@@ -16,7 +16,6 @@ import msgspec
 
 from headrace.batch.body import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
-from headrace.runspec import parse_run_spec
 from headrace.server import logs
 from headrace.wire import messages
 from headrace.wire.asset_bodies import pack_assets
@@ -27,6 +26,7 @@ from headrace_orchestrator.scheduler.commands import evaluations, groups, leases
 from headrace_orchestrator.scheduler.queries import views
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.lifecycle import Lifecycle, RunningService, StartLogWriter, start_log_writer_thread
+from headrace_orchestrator.service.run_specs import plain_spec, read_new_spec
 from headrace_orchestrator.service.shell import HEADRACE_VERSION, Command
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.waiters import ClientDisconnected, Disconnected
@@ -38,6 +38,10 @@ log = logs.logger(__name__)
 
 ASSETS_BYTES = 32 << 20
 """Most bytes of assets in one response: requests cost little, and several learners fit into memory."""
+
+
+LARGE_SPEC_BYTES = 64 << 10
+"""Size from which on a spec is encoded in a thread: a smaller one takes less than a millisecond."""
 
 
 class Service(Lifecycle):
@@ -108,12 +112,16 @@ class Service(Lifecycle):
 
     # Runs -----------------------------------------------------------------------------------------------------
 
-    async def create_run(self, spec: Mapping[str, Any]) -> messages.RunStatus:
-        """Create a run. Raises InvalidRunSpec, RunExists, UnknownEnvironment."""
-        parsed = parse_run_spec(spec)
-        self._check_environments([entry.id for entry in parsed.environments])
-        self._check_environments([task.environment for task in parsed.tasks or ()])
-        await self.execute(lambda state, now: runs.create_run(state, parsed, now))
+    async def create_run(self, spec: bytes) -> messages.RunStatus:
+        """Create a run by its spec as JSON, which is read off the event loop. Raises InvalidRunSpec, RunExists,
+        UnknownEnvironment, InvalidRequest."""
+        shell = self.require_stored().shell
+        parsed = await asyncio.to_thread(read_new_spec, spec)
+        if self._settings.environments is not None:
+            self._check_environments([entry.id for entry in parsed.environments])
+            self._check_environments([task.environment for task in parsed.tasks or ()])
+        prepared = await asyncio.to_thread(runs.prepare, shell.core.state, parsed)
+        await self.execute(lambda state, now: runs.create_run(state, prepared, now))
         return self.run_status(parsed.name)
 
     async def close_run(self, run: str) -> messages.RunStatus:
@@ -194,8 +202,19 @@ class Service(Lifecycle):
 
     # Views ----------------------------------------------------------------------------------------------------
 
+    async def run_with_spec(self, run: str, *, tasks: bool) -> bytes:
+        """The status of a run with its spec, as JSON; ``tasks``: with its fixed list, if it has one. Raises
+        UnknownRun."""
+        status = self.run_status(run)
+        encoded = self.require_stored().shell.run(run).plain_spec
+
+        def encode() -> bytes:
+            return msgspec.json.encode(msgspec.structs.replace(status, spec=plain_spec(encoded, tasks=tasks)))
+
+        return await asyncio.to_thread(encode) if len(encoded) > LARGE_SPEC_BYTES else encode()
+
     def run_status(self, run: str) -> messages.RunStatus:
-        """The status of a run. Raises UnknownRun."""
+        """The status of a run, without its spec. Raises UnknownRun."""
         return self._run_status(self.require_stored(), run)
 
     def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:

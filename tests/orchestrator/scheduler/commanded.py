@@ -65,7 +65,8 @@ class CommandedScheduler(Scheduler):
     # Runs
 
     def create_run(self, spec: RunSpec, now: float) -> None:
-        runs.create_run(self.state_at(now), spec, now)
+        state = self.state_at(now)
+        runs.create_run(state, runs.prepare(state, spec), now)
 
     def close_run(self, run: str, now: float) -> None:
         state = self.state_at(now)

@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -166,7 +167,8 @@ class LocalService:
 
     async def create_run(self) -> None:
         spec = {"name": "run", "environments": [{"id": "test:Echo"}], "group_size": 2, "batch_size": 4}
-        await self.service.create_run({**spec, "max_staleness": 3, "attempt_lease_s": 60.0, "batch_lease_s": 200.0})
+        spec |= {"max_staleness": 3, "attempt_lease_s": 60.0, "batch_lease_s": 200.0}
+        await self.service.create_run(msgspec.json.encode(spec))
 
     async def recover(self, disk: Disk) -> None:
         """Let the disk work again, and the service recover."""

@@ -18,7 +18,6 @@ import pytest
 from headrace.batch.batch import Batch
 from headrace.common.ids import new_id
 from headrace.errors import StoreError
-from headrace.runspec import RunSpec
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
@@ -70,6 +69,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     found = SlowDisk(monkeypatch)
     yield found
     found.let_go()
+
+
+WAITS = {"worker": "waits", "slots": 1, "free": 1, "wait_s": 30, "pool": "without-runs"}
+"""A lease request that waits until the service fails."""
 
 
 async def test_no_response_ends_before_everything_that_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
@@ -201,9 +204,9 @@ async def test_a_command_is_decided_and_its_events_are_appended_in_one_turn_of_t
     steps: list[str] = []
     create, append = runs.create_run, Store.append
 
-    def created(state: SchedulerState, spec: RunSpec, now: float) -> None:
-        steps.append(f"decide {spec.name}")
-        create(state, spec, now)
+    def created(state: SchedulerState, prepared: runs.PreparedRun, now: float) -> None:
+        steps.append(f"decide {prepared.name}")
+        create(state, prepared, now)
 
     def appended(store: Store, writes: Sequence[Write]) -> None:
         steps.extend(f"append {write.run}" for write in writes if isinstance(write, RunCreated))
@@ -232,7 +235,7 @@ async def test_no_time_passes_while_the_disk_refuses_writes(data_dir: Path, monk
     await service.start()
     try:
         shell = service.require_stored().shell
-        await service.create_run({"name": "run", "environments": [{"id": "test:Echo"}]})
+        await service.create_run(b'{"name": "run", "environments": [{"id": "test:Echo"}]}')
         lease = messages.LeaseRequest(worker="w", slots=1, free=1)
         await service.execute(lambda state, now: leases.lease(state, lease, now))
         assert shell._timer is not None
@@ -458,18 +461,19 @@ async def test_the_state_in_memory_never_gets_ahead_of_the_log(data_dir: Path, m
     def drain(core: Scheduler) -> list[AnyEvent]:
         return [*real(core), *([Unstorable(worker="w", number=1 << 70)] if core.state.runs else [])]
 
-    async with orchestrator(data_dir) as api:
-        await api.create_run(name="before")
-        monkeypatch.setattr(Scheduler, "drain", drain)
-        problem = await api.ask("POST", "/v1/runs", {"name": "lost"}, status=500)
-        assert "memory and log differ" in problem["detail"]
-        for path in ("/readyz", "/v1/runs"):
-            problem = await api.ask("GET", path, status=503)
-            assert problem["phase"] == "failed"
+    async def fail() -> None:
+        async with orchestrator(data_dir) as api:
+            await api.create_run(name="before")
+            waiting = asyncio.create_task(api.ask("POST", "/v1/worker/lease", WAITS, status=503))
+            monkeypatch.setattr(Scheduler, "drain", drain)
+            problem = await api.ask("POST", "/v1/runs", {"name": "lost"}, status=500)
             assert "memory and log differ" in problem["detail"]
-            assert "restart" in problem["hint"]
-        await api.ask("GET", "/healthz")
-        await api.ask("POST", "/v1/runs", {"name": "after"}, status=503)
+            told = await waiting
+            assert told["phase"] == "failed"
+            assert "memory and log differ" in told["detail"]
+
+    with pytest.raises(StoreError, match="memory and log differ"):
+        await fail()
     monkeypatch.undo()
     async with orchestrator(data_dir) as api:
         assert [run["name"] for run in await api.ask("GET", "/v1/runs")] == ["before"]
@@ -487,19 +491,20 @@ async def test_all_events_of_a_commit_are_encoded_before_any_is_stored(data_dir:
     await store.close()
 
 
-async def test_a_timer_that_fails_stops_the_service(api: Api, monkeypatch: pytest.MonkeyPatch):
+async def test_a_timer_that_fails_ends_the_service(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     def tick(core: Scheduler, now: float) -> None:
         raise RuntimeError("time is out of joint")
 
-    await api.create_run(attempt_lease_s=2)  # its response is sent before the timer runs
-    monkeypatch.setattr(Scheduler, "tick", tick)
-    await api.lease(free=1)
+    async def fail() -> None:
+        async with orchestrator(data_dir) as api:
+            await api.create_run(attempt_lease_s=2)  # its response is sent before the timer runs
+            monkeypatch.setattr(Scheduler, "tick", tick)
+            await api.lease(free=1)
+            waiting = {**WAITS, "worker": "other", "pool": "another"}
+            assert "out of joint" in (await api.ask("POST", "/v1/worker/lease", waiting, status=503))["detail"]
 
-    async def failed() -> bool:
-        async with api.session.get("/readyz") as answer:
-            return answer.status == 503 and "out of joint" in await answer.text()
-
-    assert await until(failed)
+    with pytest.raises(StoreError, match="out of joint"):
+        await fail()
 
 
 async def test_groups_of_one_id_in_two_runs_are_two_groups(data_dir: Path):

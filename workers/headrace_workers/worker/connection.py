@@ -104,8 +104,8 @@ class OrchestratorConnection:
         await self._post("/worker/return", _encode(messages.ReturnRequest(worker=self._worker, attempts=attempts)))
 
     async def run_spec(self, run: str) -> RunSpec:
-        """Fetch the spec of a run. Raises UnknownRun, InvalidRunSpec."""
-        body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
+        """Fetch the spec of a run, without its list of tasks. Raises UnknownRun, InvalidRunSpec."""
+        body = await self._request("GET", f"/runs/{quote(run, safe='')}?tasks=false", b"", "", ANSWER_S)
         return read_run_spec(_decode(body, messages.RunStatus).spec)
 
     async def servers(self, run: str, revision: int, wait_s: float) -> messages.PolicyServersReply:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.runspec import RunSpec
-from headrace.spec_bounds import STORED
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
-from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run
-from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState, stored_run
 
 
 def run_created(state: SchedulerState, event: events.RunCreated, now: float) -> None:
-    state.add_run(Run(RunSpec.model_validate(event.spec, context=STORED), state.bounds, state.episodes))
+    run, state.prepared = state.prepared, None
+    state.add_run(run or stored_run(state, event.spec))
 
 
 def run_closed(state: SchedulerState, event: events.RunClosed, now: float) -> None:

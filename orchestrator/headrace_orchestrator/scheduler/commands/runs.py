@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from headrace.errors import RunExists
 from headrace.runspec import RunSpec
 from headrace_orchestrator.scheduler import events
@@ -11,12 +13,31 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
-def create_run(state: SchedulerState, spec: RunSpec, now: float) -> None:
+class PreparedRun(NamedTuple):
+    """A run that is not created yet, and its spec as plain values."""
+
+    run: Run
+    plain_spec: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+
+def prepare(state: SchedulerState, spec: RunSpec) -> PreparedRun:
+    """Build a run. It changes nothing and may be done in a thread: a large spec takes long."""
+    plain = spec.model_dump(mode="json")
+    return PreparedRun(Run(spec, state.bounds, state.episodes, plain), plain)
+
+
+def create_run(state: SchedulerState, prepared: PreparedRun, now: float) -> None:
     """Create a run; raises RunExists."""
-    if spec.name in state.runs:
-        raise RunExists(f"A run named {spec.name!r} exists.", hint="Give the new run another name.")
-    emit(state, events.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
-    follow_ups.settle(state, state.runs[spec.name], now)
+    name = prepared.name
+    if name in state.runs:
+        raise RunExists(f"A run named {name!r} exists.", hint="Give the new run another name.")
+    state.prepared = prepared.run
+    emit(state, events.RunCreated(run=name, spec=prepared.plain_spec), now)
+    follow_ups.settle(state, state.runs[name], now)
 
 
 def close_run(state: SchedulerState, run: Run, now: float) -> None:

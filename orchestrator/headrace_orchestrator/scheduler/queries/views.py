@@ -16,14 +16,13 @@ MAX_LISTED = 1000
 
 
 def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
-    """The status of a run."""
+    """The status of a run, without its spec."""
     name, latest = max(run.learners.items(), key=lambda item: item[1].heard_at, default=("", None))
     reasons, _ = empty_reasons(state, run, now)
     return messages.RunStatus(
         name=run.name,
         state="closed" if run.closed else "finished" if run.done else "active",
         version=str(run.versions.now),
-        spec=run.plain_spec,
         groups=messages.GroupCounts(
             open=run.group_states["open"],
             eligible=run.group_states["eligible"],

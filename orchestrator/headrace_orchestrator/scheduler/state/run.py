@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from headrace.estimators import ESTIMATORS, NONE
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
@@ -108,12 +110,14 @@ class LearnerActivity:
 class Run:
     """A run."""
 
-    def __init__(self, spec: RunSpec, bounds: SharedBounds, episodes: dict[str, Episode]) -> None:
+    def __init__(
+        self, spec: RunSpec, bounds: SharedBounds, episodes: dict[str, Episode], plain_spec: dict[str, Any]
+    ) -> None:
         self.spec = spec
         #: Episodes of all runs by id, of the groups that are not complete.
         self.episodes = episodes
-        #: The spec as plain values.
-        self.plain_spec: dict[str, Any] = spec.model_dump(mode="json")
+        #: The spec as plain values, encoded as MessagePack: a tree of a large one would take a gigabyte.
+        self.plain_spec = msgspec.msgpack.encode(plain_spec)
         self.name = spec.name
         self.capabilities = spec.needed_capabilities
         self.source = source_of(spec)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from headrace.errors import UnknownRun
+from headrace.runspec import RunSpec
+from headrace.spec_bounds import STORED
 from headrace_orchestrator.scheduler.events import AnyEvent
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.groups import Episode
@@ -15,6 +18,11 @@ from headrace_orchestrator.scheduler.state.workers import Workers, WorkerState
 STALL_SHARE = 1 / 3
 """Share of a lease's term from which on silence of this process counts as a stall: by then a heartbeat was due, and was
 not received."""
+
+
+def stored_run(state: SchedulerState, spec: dict[str, Any]) -> Run:
+    """The run of a spec that was accepted before."""
+    return Run(RunSpec.model_validate(spec, context=STORED), state.bounds, state.episodes, spec)
 
 
 class SchedulerState:
@@ -29,6 +37,8 @@ class SchedulerState:
         self.new_id = new_id
         self.new_nonce = new_nonce
         self.runs: dict[str, Run] = {}
+        #: Soft: the run that the event being emitted creates, where it was built before.
+        self.prepared: Run | None = None
         #: Runs by the pool whose workers may work for them.
         self.pools: dict[str, list[Run]] = {}
         #: Episodes of the groups that are not complete.

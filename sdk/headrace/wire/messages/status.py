@@ -35,7 +35,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     state: Literal["active", "finished", "closed"]
     version: str
-    spec: dict[str, Any]
+    spec: dict[str, Any] = {}
+    """Only in the status of one run: a list of runs has no specs, which may be large."""
     groups: GroupCounts
     credit: int
     """Groups that may be admitted now."""
