@@ -1,7 +1,7 @@
 """Benchmarks of policy serving, with a real vLLM and with the tiny policy.
 
 make bench-policy                 # needs `make parts`; takes about ten minutes
-make bench-policy ARGS=cost       # one part: cost, throughput or updates
+make bench-policy ARGS=cost       # one part: cost, digests, throughput or updates
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.policy import cost, throughput, updates
+from benchmarks.policy import cost, digests, throughput, updates
 from benchmarks.policy.vllm import AT_ONCE, Vllm
 from benchmarks.service import service
 from benchmarks.table import RESULTS, Row, report
@@ -19,7 +19,7 @@ from examples.vllm_server import PYTHON, start_vllm
 from headrace import Client
 from tests.vllm.server import TorchLogprobs
 
-PARTS = ("cost", "throughput", "updates")
+PARTS = ("cost", "digests", "throughput", "updates")
 VLLM_PARTS = {"throughput", "updates"}
 
 
@@ -28,8 +28,9 @@ def main() -> None:
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"Unknown part: {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     if VLLM_PARTS & set(parts) and not PYTHON.exists():
-        raise SystemExit("vLLM is not installed. Run make parts, or measure without it: ARGS=cost.")
+        raise SystemExit("vLLM is not installed. Run make parts, or measure without it: ARGS='cost digests'.")
     rows = cost.rows() if "cost" in parts else []
+    rows += digests.rows() if "digests" in parts else []
     if VLLM_PARTS & set(parts):
         rows += _vllm_rows(parts)
     report("policy", rows)

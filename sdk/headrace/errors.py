@@ -314,6 +314,13 @@ class WeightsDamaged(InvalidWeights):
     title = "The weight files are damaged"
 
 
+class WeightsChanged(InvalidWeights):
+    """A server keeps its weights instead of loading files whose digest is not the announced one."""
+
+    code = "weights-changed"
+    title = "The weight files are not those that were announced"
+
+
 class WeightsDoNotFit(InvalidWeights):
     """The message lists the tensors."""
 

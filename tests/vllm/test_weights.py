@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from examples.tiny_model import WEIGHTS, Tensors, read, write, write_model
+from examples.tiny_model import WEIGHTS, Tensors, read, write, write_adapter, write_model
+from headrace.weight_files import weight_digest
 from tests.vllm.server import TorchLogprobs, Vllm, logprobs_of
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
@@ -188,3 +190,39 @@ async def test_a_reload_that_broke_off_can_be_ended_so_that_the_server_lives(vll
     assert await vllm.generate(PROMPT, max_tokens=8, temperature=0) == before
     await vllm.sync(second, "0.1")
     assert await vllm.generate(PROMPT, max_tokens=8, temperature=0) != before
+
+
+async def test_files_with_another_digest_than_the_announced_one_are_refused_and_change_nothing(
+    vllm: Vllm, second: Path
+):
+    before = await vllm.generate(PROMPT, max_tokens=8, temperature=0)
+    digest = weight_digest(second, "full")
+    for wrong in (f"{digest[:-1]}x", f"x{digest[1:]}"):
+        for method in ("headrace_check", "headrace_load"):
+            assert (await vllm.call(method, str(second), wrong))["kind"] == "weights-changed"
+    assert await checked(vllm, second, digest) == {"tensors": 24, "bytes": (second / WEIGHTS).stat().st_size}
+    write_model(second, seed=2, tied=True)  # overwritten between check and load
+    refused = await vllm.call("headrace_load", str(second), digest)
+    assert "changed after they were checked" in refused["refused"]
+    assert (await vllm.generate(PROMPT, max_tokens=8, temperature=0))["token_ids"] == before["token_ids"]
+    assert (await checked(vllm, second, digest))["kind"] == "weights-changed"
+    assert "tensors" in await checked(vllm, second, weight_digest(second, "full"))
+    assert "tensors" in await vllm.call("headrace_load", str(second), weight_digest(second, "full"))
+
+
+async def checked(vllm: Vllm, folder: Path, digest: str) -> dict[str, Any]:
+    """The answer of a check, once the files are hashed."""
+    async with asyncio.timeout(30):
+        while (answer := await vllm.call("headrace_check", str(folder), digest)) == {"pending": True}:
+            pass
+    return answer
+
+
+async def test_an_adapter_with_another_digest_is_refused(vllm: Vllm, tmp_path: Path):
+    write_adapter(tmp_path, vllm.model, seed=1)
+    digest = weight_digest(tmp_path, "adapter")
+    write_adapter(tmp_path, vllm.model, seed=2)
+    assert (await vllm.call("headrace_check_adapter", str(tmp_path), digest))["kind"] == "weights-changed"
+    assert await vllm.call("headrace_check_adapter", str(tmp_path), weight_digest(tmp_path, "adapter")) == {
+        "tensors": 8
+    }

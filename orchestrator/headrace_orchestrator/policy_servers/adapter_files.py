@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.adapter_tensors import module_of, require_adapter_fits
-from headrace.weight_files import ADAPTER_CONFIG, WeightFilesError, read_header, weight_paths
+from headrace.weight_files import ADAPTER_CONFIG, WeightFilesError, read_header, require_digest, weight_paths
 from headrace_orchestrator.policy_servers.server_state import CallProblem
 
 BASE = "base_model_name_or_path"
@@ -43,6 +43,16 @@ def adapter_problem(folder: str, previous: str = "") -> CallProblem | None:
         message = f"{folder} was made for base {base!r}, the previous version for {previous_base!r}"
         return CallProblem("adapter-does-not-fit", message, untouched=True)
     return None
+
+
+def unchecked_problem(folder: str, digest: str) -> CallProblem | None:
+    """The problem of an adapter's files that its server cannot check, as far as this machine can read them."""
+    if digest and Path(folder).exists():
+        try:
+            require_digest(folder, "adapter", digest)
+        except WeightFilesError as error:
+            return CallProblem(error.kind, str(error), untouched=True)
+    return base_problem(folder)
 
 
 def base_problem(folder: str) -> CallProblem | None:

@@ -28,12 +28,14 @@ BASE = Version(0, 0)
 
 
 class AdapterCall(NamedTuple):
-    """A call to a server: load the adapter in folder ``path`` under ``name``, or unload ``name``."""
+    """A call to a server: load the adapter in folder ``path`` under ``name``, or unload ``name``. ``digest``: that of
+    its files, if known."""
 
     kind: Literal["load", "unload"]
     address: str
     name: str
     path: str = ""
+    digest: str = ""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Adapters:
     limit: int | None = None
     revision: int = 0
     _versions: dict[Version, str] = field(default_factory=dict)
+    #: Digests of the trained adapter's files, by its name at the servers.
+    _digests: dict[str, str] = field(default_factory=dict)
     #: The newest version that a server has had.
     served: Version = BASE
     _previously_served: Version = BASE
@@ -74,8 +78,9 @@ class Adapters:
 
     # Input ---------------------------------------------------------------------------------------------------
 
-    def announce(self, version: Version, path: str) -> None:
+    def announce(self, version: Version, path: str, digest: str = "") -> None:
         """Take a new version of the trained adapter, which is in folder ``path``."""
+        self._digests[self._name(version)] = digest
         if self._versions.get(version) != path:
             self._versions[version] = path
             self._drop_versions_except({version})
@@ -85,6 +90,8 @@ class Adapters:
     def _drop_versions_except(self, versions: set[Version]) -> None:
         keep = versions | {self.served, self._previously_served}
         self._versions = {version: path for version, path in self._versions.items() if version in keep}
+        names = {self._name(version) for version in self._versions}
+        self._digests = {name: digest for name, digest in self._digests.items() if name in names}
 
     def use(self, in_use: Collection[str]) -> None:
         """Set the frozen adapters that open groups use."""
@@ -180,7 +187,7 @@ class Adapters:
                 return AdapterCall("unload", address, name)
         for name, path in desired.items():
             if name not in server.loaded:
-                return AdapterCall("load", address, name, path)
+                return AdapterCall("load", address, name, path, self._digests.get(name, ""))
         return None
 
     def _is_own(self, name: str) -> bool:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Literal, TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 
 from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
+from headrace.wire.messages import Weights
 from headrace.wire.policy_server import (
     CHECK,
     CHECK_ADAPTER,
@@ -61,6 +63,9 @@ _NO_RUNTIME_ADAPTERS = (
     ". Can the server load adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of at least the adapter's "
     "rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 )
+
+PENDING_PAUSE_S = 0.1
+"""Pause before a server that hashes files is asked again."""
 
 CONNECTIONS = 4
 """Connections to one server: enough for a probe, a long call, and a call that ends requests."""
@@ -129,18 +134,18 @@ class PolicyServerCalls:
             await self._ask("POST", call.address, f"{PAUSE}?mode={call.mode}&clear_cache=true")
         elif call.version is not None and call.weights is not None:
             if call.kind == "check":
-                return _problem_in(await self._rpc(call.address, CHECK, call.weights.path))
-            return await self._load(call.address, weight_version_name(call.version, call.run), call.weights.path)
+                return _problem_in(await self._check(call.address, CHECK, call.weights))
+            return await self._load(call.address, weight_version_name(call.version, call.run), call.weights)
         return None
 
-    async def _load(self, address: str, name: str, path: str) -> CallProblem | None:
+    async def _load(self, address: str, name: str, weights: Weights) -> CallProblem | None:
         paused = await self._read(address, IS_PAUSED, PauseInfo)
         if paused is None or not paused.is_paused:
             return CallProblem("not-paused", "it is no longer paused; it was probably restarted", untouched=True)
         info = await self._read(address, WEIGHT_INFO, WeightInfo)
         previous_name = "" if info is None else str(info.weight_version)
         await self._set_name(address, loading_name(previous_name, name))
-        results = await self._rpc(address, LOAD, path)
+        results = await self._rpc(address, LOAD, weights)
         problem = _problem_in(results)
         if problem is None:
             await self._set_name(address, name)
@@ -151,12 +156,23 @@ class PolicyServerCalls:
     async def _set_name(self, address: str, name: str) -> None:
         await self._ask("POST", address, UPDATE_WEIGHT_VERSION, VersionUpdate(new_version=name))
 
-    async def _rpc(self, address: str, method: str, path: str) -> list[LoadResult]:
+    async def _check(self, address: str, method: str, weights: Weights) -> list[LoadResult]:
+        """Check files, and wait while the server hashes them. It serves requests meanwhile."""
+        while True:
+            results = await self._rpc(address, method, weights)
+            if not any(result.pending for result in results):
+                return results
+            await asyncio.sleep(PENDING_PAUSE_S)
+
+    async def _rpc(self, address: str, method: str, weights: Weights) -> list[LoadResult]:
+        args = [weights.path, weights.digest] if weights.digest else [weights.path]
         try:
-            body = await self._ask("POST", address, RPC, RpcRequest(method=method, args=[path]))
+            body = await self._ask("POST", address, RPC, RpcRequest(method=method, args=args))
         except PolicyFailure as failure:
             if failure.kind not in ("server-error", "request-refused"):
                 raise
+            if method == CHECK_ADAPTER:
+                raise NotChecked(failure.detail) from failure
             failure.detail += (
                 ". Can the server load weights from a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
                 "--worker-extension-cls headrace.integrations.vllm.WorkerExtension"
@@ -173,18 +189,16 @@ class PolicyServerCalls:
             return None
         return {} if models is None else {card.id: card.root or "" for card in models.data if card.parent is not None}
 
-    async def check_adapter(self, address: str, path: str) -> CallProblem | None:
-        """Ask a server whether an adapter's files fit its model; returns the problem, if any. Raises NotChecked."""
+    async def check_adapter(self, address: str, weights: Weights) -> CallProblem | None:
+        """Ask a server whether an adapter's files are the announced ones, and fit its model; returns the problem, if
+        any. Raises NotChecked."""
         try:
             async with timeout(ADAPTER_TIMEOUT_S):
-                body = await self._ask("POST", address, RPC, RpcRequest(method=CHECK_ADAPTER, args=[path]))
+                return _problem_in(await self._check(address, CHECK_ADAPTER, weights))
         except TimeoutError:
             return CallProblem("timeout", f"it did not answer within {ADAPTER_TIMEOUT_S:g} s", untouched=True)
         except PolicyFailure as failure:
-            if failure.kind in ("server-error", "request-refused"):
-                raise NotChecked(failure.detail) from failure
             return CallProblem(failure.kind, failure.detail, untouched=True)
-        return _problem_in(_decoded(body or b"", RPC, RpcResponse).results)
 
     async def change_adapter(self, address: str, kind: Literal["load", "unload"], name: str, path: str) -> str:
         """Load or unload an adapter; returns the problem, if any."""

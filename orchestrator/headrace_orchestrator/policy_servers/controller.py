@@ -31,8 +31,8 @@ from headrace_orchestrator.policy_servers.server_state import CallProblem, Probe
 PROBE_EVERY_S = 1.0
 """Interval of probes: a server that has returned is noticed after at most this time."""
 
-CHECK_TIMEOUT_S = 60.0
-"""Deadline for a server to check the files of new weights. It serves requests meanwhile."""
+CHECK_TIMEOUT_S = 600.0
+"""Deadline for a server to check and hash the files of new weights. It serves requests meanwhile."""
 
 QUICK_CALL_TIMEOUT_S = 10.0
 """Deadline for a call that needs no work at the server."""

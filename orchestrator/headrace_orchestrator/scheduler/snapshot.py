@@ -127,6 +127,7 @@ class PolicyServersRow(SnapshotRow, frozen=True):
     skipped: list[Version]
     sampled: dict[str, Version] = {}
     confirmed: bool = True
+    digests: dict[str, Version] = {}
 
 
 class SharesRow(SnapshotRow, frozen=True):

@@ -21,7 +21,7 @@ from headrace.client.leases import HEARTBEAT_S
 from headrace.client.methods import AsyncMethods
 from headrace.client.operations import PAGE, Operations, PullField, PullQuery, Resumed, pull_query
 from headrace.client.prefetch import UNUSED_REASON
-from headrace.client.requests import ApiResponse, Operation, Sleep, TransportFailure
+from headrace.client.requests import ApiResponse, FileWork, Operation, Sleep, TransportFailure
 from headrace.client.sync_client import bearer_token, service_url
 from headrace.client.wait_reports import WaitCallback, report_wait, timeout_error
 from headrace.common.timeouts import timeout
@@ -92,6 +92,9 @@ class AsyncClient(AsyncMethods):
                 if isinstance(step, Sleep):
                     response = None
                     await asyncio.sleep(step.seconds)
+                elif isinstance(step, FileWork):
+                    response = None
+                    await asyncio.to_thread(step.call)
                 else:
                     response = await self._connections.send(step)
         except StopIteration as end:

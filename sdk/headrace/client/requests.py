@@ -6,7 +6,7 @@
 * A response with an older epoch is refused, and the request repeated.
 
 An *operation* is a generator: it yields an ``ApiRequest`` and is sent an ``ApiResponse`` or a ``TransportFailure``, or
-yields a ``Sleep``.
+yields a ``Sleep`` or ``FileWork``.
 """
 
 from __future__ import annotations
@@ -73,8 +73,15 @@ class Sleep:
     seconds: float
 
 
-Operation = Generator[ApiRequest | Sleep, ApiResponse | TransportFailure | None, T]
-"""A generator that a client runs; it is sent the response to each ``ApiRequest``, and None after each ``Sleep``."""
+@dataclass(frozen=True)
+class FileWork:
+    """A call that reads files, and stores its result itself. An async client makes it in a thread."""
+
+    call: Callable[[], None]
+
+
+Operation = Generator[ApiRequest | Sleep | FileWork, ApiResponse | TransportFailure | None, T]
+"""A generator that a client runs; it is sent the response to each ``ApiRequest``, and None after other steps."""
 
 
 def run_operation(
@@ -90,6 +97,9 @@ def run_operation(
             if isinstance(step, Sleep):
                 response = None
                 sleep(step.seconds)
+            elif isinstance(step, FileWork):
+                response = None
+                step.call()
             else:
                 response = send(step)
     except StopIteration as end:

@@ -8,11 +8,15 @@
   reload keeps the packed copy of the old ones.
 * `headrace_check_adapter` checks that an adapter's tensors fit the modules that take adapters. vLLM itself ignores
   tensors of other names, and would sample from the base model.
+* With a digest, files that are not the announced ones are refused. They are hashed in a thread while the engine goes
+  on, and the answer is `pending` until that is done.
+* Files that change during a load leave mixed weights.
 * A load that fails half-way leaves mixed weights and reports it as `mixed`; a later load can repair them.
 * The caller must pause running requests and clear caches during a load: `POST /pause` does both.
 
-All are called with `POST /collective_rpc {"method": …, "args": [folder]}` and return one dict for each worker:
-`{"tensors": n, "bytes": n}`, `{"refused": "why", "kind": code}` or `{"mixed": "why"}`. The module needs only vLLM.
+All are called with `POST /collective_rpc {"method": …, "args": [folder, digest]}`, where the digest may be missing,
+and return one dict for each worker: `{"tensors": n, "bytes": n}`, `{"pending": true}`,
+`{"refused": "why", "kind": code}` or `{"mixed": "why"}`. The module needs only vLLM.
 """
 
 from __future__ import annotations
@@ -20,17 +24,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from headrace.adapter_tensors import listed, module_of, require_adapter_fits
-from headrace.weight_files import TensorType, WeightFilesError, read_header, weight_paths
+from headrace.weight_files import (
+    FileState,
+    TensorType,
+    WeightFilesError,
+    WeightsKind,
+    file_states,
+    read_header,
+    require_digest,
+    weight_paths,
+)
 
 logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 
+
+PENDING_AFTER_S = 0.02
+"""Time for which a check waits for the digest. The engine samples nothing meanwhile."""
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that are interchangeable: a learner may train in another precision than it serves."""
@@ -97,15 +115,17 @@ class WorkerExtension:
 
     headrace_kinds: dict[str, TensorType]
 
-    def headrace_check(self: Any, folder: str) -> dict[str, Any]:
+    def headrace_check(self: Any, folder: str, digest: str = "") -> dict[str, Any]:
         """Check a folder without loading it. `folder`: a path on this machine."""
         try:
             with self.headrace_open(folder) as checkpoint:
+                if not self.headrace_hashed(folder, "full", digest):
+                    return {"pending": True}
                 return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
         except WeightFilesError as error:
             return {"refused": str(error), "kind": error.kind}
 
-    def headrace_check_adapter(self: Any, folder: str) -> dict[str, Any]:
+    def headrace_check_adapter(self: Any, folder: str, digest: str = "") -> dict[str, Any]:
         """Check that the tensors of an adapter fit this model. `folder`: a path on this machine."""
         try:
             tensors = _adapter_tensors(folder)
@@ -115,13 +135,17 @@ class WorkerExtension:
                 if kind.type in FLOATS  # a quantized weight has another shape
             }
             require_adapter_fits(folder, tensors, self.headrace_known_modules(shapes), shapes)
+            if not self.headrace_hashed(folder, "adapter", digest):
+                return {"pending": True}
         except WeightFilesError as error:
             return {"refused": str(error), "kind": error.kind}
         return {"tensors": len(tensors)}
 
-    def headrace_load(self: Any, folder: str) -> dict[str, Any]:
+    def headrace_load(self: Any, folder: str, digest: str = "") -> dict[str, Any]:
         """Replace the model's weights in place, or refuse and leave them unchanged."""
         try:
+            states = file_states(folder, "full")
+            self.headrace_hashed(folder, "full", digest, loading=True)
             checkpoint = self.headrace_open(folder)
         except WeightFilesError as error:
             return {"refused": str(error), "kind": error.kind}
@@ -134,6 +158,8 @@ class WorkerExtension:
                 return {"mixed": f"{type(error).__name__}: {error}"}
             finally:
                 _repack_tied(self.model_runner.get_model())
+            if _states(folder) != states:
+                return {"mixed": f"{folder}: its files changed during the load"}
             return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
 
     def headrace_open(self: Any, folder: str) -> Checkpoint:
@@ -183,6 +209,42 @@ class WorkerExtension:
 
         return known
 
+    def headrace_hashed(self: Any, folder: str, kind: WeightsKind, digest: str, *, loading: bool = False) -> bool:
+        """Return True once the files are known to have the digest; in a load only then. Raises WeightFilesError."""
+        if not digest:
+            return True
+        states, checked = file_states(folder, kind), getattr(self, "headrace_checked", None)
+        if checked == (folder, digest, states):
+            return True
+        if loading and checked is not None and checked[:2] == (folder, digest):  # all processes see it alike
+            raise WeightFilesError("weights-changed", f"{folder}: its files changed after they were checked")
+        if not loading and getattr(self, "local_rank", 0) != 0:  # one process on each machine hashes
+            self.headrace_checked = folder, digest, states
+            return True
+        if not self.headrace_hash(folder, kind, digest, states, None if loading else PENDING_AFTER_S):
+            return False
+        # Files that changed since the hashing began are hashed again.
+        return self.headrace_checked[2] == states or bool(self.headrace_hashed(folder, kind, digest))
+
+    def headrace_hash(
+        self: Any, folder: str, kind: WeightsKind, digest: str, states: list[FileState], wait_s: float | None
+    ) -> bool:
+        """Hash the files in a thread, or go on waiting for it; return False if it needs longer. Raises
+        WeightFilesError."""
+        hashing = getattr(self, "headrace_hashing", None)
+        if hashing is None or hashing[0] != (folder, digest):
+            thread = ThreadPoolExecutor(1, "headrace-hash")
+            hashing = (folder, digest), states, thread.submit(require_digest, folder, kind, digest)
+            thread.shutdown(wait=False)
+            self.headrace_hashing = hashing
+        _, states_before, result = hashing
+        if not wait_for([result], wait_s).done:
+            return False
+        self.headrace_hashing = None
+        result.result()
+        self.headrace_checked = folder, digest, states_before
+        return True
+
     def headrace_mend(self: Any) -> None:
         """Finish an interrupted reload, so that every layer has tensors again: otherwise the next request crashes the
         server."""
@@ -205,6 +267,13 @@ def _adapter_tensors(folder: str) -> dict[str, TensorType]:
     except Exception as error:
         raise WeightFilesError("weights-damaged", f"{path} cannot be read: {error}") from error
     return {name: TensorType(str(tensor.dtype), list(tensor.shape)) for name, tensor in loaded.items()}
+
+
+def _states(folder: str) -> list[FileState] | None:
+    try:
+        return file_states(folder, "full")
+    except WeightFilesError:
+        return None  # a file has vanished
 
 
 def _local(model_config: Any) -> str:

@@ -111,7 +111,7 @@ the old weights first. ``abort``: they end with the tokens sampled so far."""
 CHECK = "headrace_check"
 CHECK_ADAPTER = "headrace_check_adapter"
 LOAD = "headrace_load"
-"""Methods for ``RPC``; their only argument is a folder."""
+"""Methods for ``RPC``; their arguments are a folder and, if known, the digest of its weights."""
 
 _LOADING = " -> "
 
@@ -404,7 +404,8 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of ``CHECK``, ``CHECK_ADAPTER`` or ``LOAD`` in one process of the engine.
 
     ``refused``: why nothing was changed; ``kind``: the code of its InvalidWeights error, if known. ``mixed``: why the
-    weights are neither the old nor the new ones. Without either the call succeeded.
+    weights are neither the old nor the new ones. ``pending``: the files are being hashed; ask again. Without any of
+    them the call succeeded.
     """
 
     tensors: int = 0
@@ -412,6 +413,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     refused: str = ""
     kind: str = ""
     mixed: str = ""
+    pending: bool = False
 
 
 class RpcResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from headrace.trajectory import Version
 from headrace.wire.messages import Weights
+from headrace_orchestrator.policy_servers import calls as calls_module
 from headrace_orchestrator.policy_servers.calls import PolicyServerCalls
 from headrace_orchestrator.policy_servers.controller import PolicyServerCall
 from headrace_orchestrator.policy_servers.server_state import CallProblem, ProbeResult
@@ -30,6 +31,8 @@ class Engine:
         self.paused = paused
         self.names = ["math@0.3"]
         self.name_at_load = ""
+        self.pending_answers = 0
+        self.arguments: list[list[str]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read() or b"{}")
@@ -43,6 +46,9 @@ class Engine:
                 return web.json_response({})
             case "/collective_rpc":
                 self.name_at_load = self.names[-1]
+                self.arguments.append(body["args"])
+                if self.pending_answers and len(self.arguments) > self.pending_answers:
+                    return web.json_response({"results": [{}]})
                 return web.json_response({"results": self.results})
         return web.Response(status=500, text="out of memory")
 
@@ -110,6 +116,16 @@ async def test_a_refused_load_changes_nothing_not_even_the_name():
     engine = Engine([REFUSED, REFUSED])
     assert await load(engine) == CallProblem("weights-refused", "a shape differs", untouched=True)
     assert engine.names[-1] == "math@0.3"
+
+
+async def test_a_check_waits_while_a_server_hashes_files_and_sends_the_digest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calls_module, "PENDING_PAUSE_S", 0.0)
+    engine = Engine([{"pending": True}, {}])
+    engine.pending_answers = 3
+    async with served(engine) as (calls, address):
+        weights = Weights(path="/weights", digest="ab.cd")
+        assert await calls.carry_out(PolicyServerCall("check", address, 10.0, Version(0, 4), weights)) is None
+    assert engine.arguments == [["/weights", "ab.cd"]] * 4
 
 
 async def test_a_server_is_loaded_only_while_it_is_paused():

@@ -16,8 +16,10 @@ from headrace.errors import (
     RunFinished,
     ServiceError,
     VersionConflict,
+    WeightsDamaged,
 )
 from headrace.trajectory import Version
+from headrace.weight_files import weight_digest
 from headrace.wire import messages
 from tests.sdk.client.both_clients import Connect
 from tests.sdk.client.routes import ACK, COLLECTING, EMPTY, FINISHED, PULL, run_status
@@ -116,6 +118,46 @@ def test_the_path_of_weights_is_sent_as_an_absolute_path(
         client.announce("guess", "0.5", weights=weights)
     assert stub.requests_to(ACK)[0].json["weights"] == sent
     assert stub.requests_to("POST /v1/runs/guess/version")[0].json == {"version": "0.5", "weights": sent}
+
+
+def write_weights(folder: Path, values: bytes = b"12345") -> Path:
+    header = b'{"w":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}'
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values)
+    return folder
+
+
+def test_an_announcement_and_an_ack_carry_the_digest_of_the_files_that_this_process_can_read(
+    stub: StubServer, connect: Connect, body: bytes, tmp_path: Path
+) -> None:
+    stub.on(PULL, batch(body))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on("POST /v1/runs/guess/version", ok(messages.VersionReply(epoch=1, version="0.5")))
+    weights = write_weights(tmp_path / "step-4")
+    expected = {"path": str(weights), "digest": weight_digest(weights, "full")}
+    with connect() as client:
+        client.ack(client.pull("guess"), "0.4", weights=weights)
+        client.announce("guess", "0.5", weights=messages.Weights(path=str(weights)))
+    assert stub.requests_to(ACK)[0].json["weights"] == expected
+    assert stub.requests_to("POST /v1/runs/guess/version")[0].json["weights"] == expected
+
+
+def test_an_incomplete_file_raises_weights_damaged_and_nothing_is_announced(
+    stub: StubServer, connect: Connect, tmp_path: Path
+) -> None:
+    weights = write_weights(tmp_path / "step-4", b"123")
+    with connect() as client, pytest.raises(WeightsDamaged, match="is not a complete safetensors file"):
+        client.announce("guess", "0.5", weights=weights)
+    assert not stub.requests_to("POST /v1/runs/guess/version")
+
+
+def test_the_same_bytes_under_a_new_number_are_logged(
+    stub: StubServer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.on("POST /v1/runs/guess/version", ok(messages.VersionReply(epoch=1, version="0.9", same_weights_as="0.3")))
+    with connect() as client:
+        client.announce("guess", "0.9", weights="/shared/step-3")
+    assert "Version 0.9 has the same weight files as version 0.3" in caplog.text
 
 
 def test_an_ack_without_a_response_is_repeated(stub: StubServer, connect: Connect, body: bytes) -> None:

@@ -58,7 +58,7 @@ from headrace_workers.tiny_policy.model import SIZE
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.prompt_logprobs import prompt_logprobs
 from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, end_generation
-from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, UnloadableWeights, read_folder
+from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, UnloadableWeights, read_announced
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -288,12 +288,12 @@ class TinyPolicyServer:
         request = _read_control(body, policy_server.RpcRequest)
         if request.method in CHECKED_FILES:
             try:
-                read_folder(request.args[0], CHECKED_FILES[request.method])
+                read_announced(*request.args, file=CHECKED_FILES[request.method])
                 result = policy_server.LoadResult(tensors=1, bytes=8 * SIZE)
             except UnloadableWeights as error:
                 result = error.result()
         elif request.method == policy_server.LOAD:
-            result = await self._engine.load(request.args[0], *self._faults.next_load())
+            result = await self._engine.load(request.args, *self._faults.next_load())
         else:
             raise _Refused(500)
         return _encode(policy_server.RpcResponse(results=[result]))

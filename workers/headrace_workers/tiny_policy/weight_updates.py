@@ -2,7 +2,7 @@
 
 * A paused engine accepts requests and delays them. ``keep``: running requests continue after the pause. ``wait``: they
   finish before the pause returns. ``abort``: they end with the tokens sampled so far, of which this policy has none.
-* A folder is refused, and changes nothing, unless it has the policy's one tensor in its shape.
+* A folder is refused, and changes nothing, unless it has the policy's one tensor in its shape and the announced digest.
 * Loads are carried out in order, even if the client has disconnected.
 * Only the caller changes the name of the weights, as in vLLM.
 """
@@ -14,13 +14,14 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from headrace.common.timeouts import timeout
 from headrace.errors import InvalidRequest
+from headrace.weight_files import WeightFilesError, WeightsKind, file_states, require_digest
 from headrace.wire.policy_server import LoadResult, PauseMode, parse_weight_version
 from headrace_workers.tiny_policy.model import SIZE, Floats
 from headrace_workers.tiny_policy.policy import TinyPolicy
@@ -78,6 +79,24 @@ def read_folder(folder: str, file: str = FILE) -> Floats:
             f"{path} has {len(data)} bytes, not the {8 + size + 8 * SIZE} of its header: it is cut short",
         )
     return np.frombuffer(data, "<f8", SIZE, 8 + size).astype(np.float64)
+
+
+def read_announced(folder: str, digest: str = "", *, file: str = FILE) -> Floats:
+    """Read the weights of a folder, whose files must have this digest and not change meanwhile. Raises
+    UnloadableWeights."""
+    kind: WeightsKind = "full" if file == FILE else "adapter"
+    try:
+        if digest:
+            require_digest(folder, kind, digest)
+        states = file_states(folder, kind)
+        weights = read_folder(folder, file)
+        if digest:
+            require_digest(folder, kind, digest)
+        if file_states(folder, kind) != states:
+            raise WeightFilesError("weights-changed", f"{folder}: its files changed while they were read")
+    except WeightFilesError as error:
+        raise UnloadableWeights(error.kind, str(error)) from error
+    return weights
 
 
 class Aborted(Exception):
@@ -157,18 +176,19 @@ class Engine:
         if version is not None:
             self._policy.load(self._policy.weights, version)
 
-    async def load(self, folder: str, fault: str, seconds: float) -> LoadResult:
-        """Load a folder, keeping the name of the weights; ``fault`` is the fault to inject. Raises LoadFailed."""
+    async def load(self, args: Sequence[str], fault: str, seconds: float) -> LoadResult:
+        """Load a folder, keeping the name of the weights. ``args``: the folder and the digest of its files, if known;
+        ``fault`` is the fault to inject. Raises LoadFailed."""
         # It continues if the client disconnects: an engine does not notice.
-        return await asyncio.shield(asyncio.ensure_future(self._load(folder, fault, seconds)))
+        return await asyncio.shield(asyncio.ensure_future(self._load(args, fault, seconds)))
 
-    async def _load(self, folder: str, fault: str, seconds: float) -> LoadResult:
+    async def _load(self, args: Sequence[str], fault: str, seconds: float) -> LoadResult:
         async with self._loading:
             await asyncio.sleep(seconds)
             if fault == "die":
                 os._exit(1)
             try:
-                weights = read_folder(folder)
+                weights = read_announced(*args)
             except UnloadableWeights as error:
                 return error.result()
             if fault:  # half of the weights are new

@@ -56,7 +56,12 @@ def ack(state: SchedulerState, run: Run, id: str, request: messages.AckRequest, 
     _note_end(run, request.learner, now)
     follow_ups.retire_out_of_bound(state, run, now)
     follow_ups.settle(state, run, now)
-    return messages.AckReply(epoch=state.epoch, batch=id, version=str(run.versions.now))
+    return messages.AckReply(
+        epoch=state.epoch,
+        batch=id,
+        version=str(run.versions.now),
+        same_weights_as=versions.same_weights_as(run, version, request.weights),
+    )
 
 
 def _note_end(run: Run, learner: str, now: float) -> None:

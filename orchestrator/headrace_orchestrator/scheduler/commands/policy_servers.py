@@ -85,7 +85,8 @@ def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> 
             if adapter is None
             else "Announce the folder of the adapter, with kind = 'adapter'.",
         )
-    if weights is not None and version == servers.held == servers.target and weights != servers.weights:
+    is_held = version == servers.held == servers.target
+    if weights is not None and is_held and not weights.same_place(servers.weights):
         raise VersionConflict(
             f"The policy servers of run {run.name} hold version {version} from {servers.loaded.path!r} already."
             if servers.loaded is not None

@@ -46,7 +46,13 @@ def announce(state: SchedulerState, run: Run, request: messages.VersionRequest, 
         emit(state, events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
         follow_ups.retire_out_of_bound(state, run, now)
         follow_ups.settle(state, run, now)
-    return _version_reply(state, run)
+    return _version_reply(state, run, same_weights_as(run, version, weights))
+
+
+def same_weights_as(run: Run, version: Version | None, weights: Weights | None) -> str:
+    """An earlier version with the same bytes; empty if there is none."""
+    earlier = None if version is None else run.policy_servers.same_weights_as(version, weights)
+    return "" if earlier is None else str(earlier)
 
 
 def rewind(state: SchedulerState, run: Run, request: messages.RewindRequest, now: float) -> messages.VersionReply:
@@ -64,5 +70,5 @@ def rewind(state: SchedulerState, run: Run, request: messages.RewindRequest, now
     return _version_reply(state, run)
 
 
-def _version_reply(state: SchedulerState, run: Run) -> messages.VersionReply:
-    return messages.VersionReply(epoch=state.epoch, version=str(run.versions.now))
+def _version_reply(state: SchedulerState, run: Run, same_weights_as: str = "") -> messages.VersionReply:
+    return messages.VersionReply(epoch=state.epoch, version=str(run.versions.now), same_weights_as=same_weights_as)

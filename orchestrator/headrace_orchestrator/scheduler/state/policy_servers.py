@@ -18,12 +18,16 @@ IN_PROCESS = "the policy of the workers"
 REMEMBERED_SAMPLED = 64
 """Maximum number of servers whose last version in a result is remembered."""
 
+REMEMBERED_DIGESTS = 256
+"""Maximum number of digests of weights remembered. Versions this far back are hardly announced again."""
+
 
 class PolicyServersState:
     """The policy servers of one run. ``reasons`` and ``probed`` are soft."""
 
     __slots__ = (
         "confirmed",
+        "digests",
         "held",
         "loaded",
         "probed",
@@ -46,6 +50,8 @@ class PolicyServersState:
         self.loaded: Weights | None = None
         #: Versions that were overtaken before any server served them, newest last.
         self.skipped: list[Version] = []
+        #: The first version with weights of a digest, oldest first.
+        self.digests: dict[str, Version] = {}
         #: The newest version in the last result of each server, by its address; and False while the last result shows
         #: an older version than the one that the learner announced before its attempt began.
         self.sampled: dict[str, Version] = {}
@@ -61,6 +67,7 @@ class PolicyServersState:
             if self.target is not None and self.target not in (self.held, version):
                 self.skipped = [*self.skipped, self.target][-REMEMBERED_SKIPPED:]
             self.target, self.weights = version, weights
+            self._remember(weights.digest, version)
         elif version != self.target and not (rewound and self.target is not None):
             self.target = self.weights = self.loaded = None
             self.held = version
@@ -86,6 +93,17 @@ class PolicyServersState:
         while len(self.sampled) > REMEMBERED_SAMPLED:
             del self.sampled[next(iter(self.sampled))]
         self.confirmed = self.target is not None or newest >= began
+
+    def _remember(self, digest: str, version: Version) -> None:
+        if digest and self.digests.setdefault(digest, version) == version:
+            while len(self.digests) > REMEMBERED_DIGESTS:
+                del self.digests[next(iter(self.digests))]
+
+    def same_weights_as(self, version: Version, weights: Weights | None) -> Version | None:
+        """An earlier version of the same lineage with the same bytes. A new lineage begins with those of a
+        checkpoint."""
+        first = None if weights is None else self.digests.get(weights.digest)
+        return first if first is not None and first < version and first.lineage == version.lineage else None
 
     def set_served(self, version: Version, weights: Weights) -> None:
         """Set the version with which the first server takes requests."""

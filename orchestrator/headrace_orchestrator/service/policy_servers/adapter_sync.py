@@ -62,10 +62,10 @@ class AdapterSync:
         run, adapters = self._shell.run(self._run), self._adapters
         state = run.policy_servers
         if state.loaded is not None and state.loaded.kind == "adapter":
-            adapters.announce(state.held, state.loaded.path)
+            adapters.announce(state.held, state.loaded.path, state.loaded.digest)
             adapters.record_served(state.held)
         if state.target is not None and state.weights is not None and self.trains and not held:
-            adapters.announce(state.target, state.weights.path)
+            adapters.announce(state.target, state.weights.path, state.weights.digest)
         self._loaded_path = state.loaded.path if state.loaded is not None else ""
         adapters.use({name for group in run.open_groups.values() for name in group.adapters.values()})
         adapters.take_servers(servers)
@@ -73,16 +73,26 @@ class AdapterSync:
 
     async def carry_out(self, call: AdapterCall) -> None:
         """Make a call, and record its result."""
-        problem = await self._problem_of_files(call) if call.kind == "load" else None
-        if problem is None:
-            refusal = await self._calls.change_adapter(call.address, call.kind, call.name, call.path)
-            problem = CallProblem("adapter-refused", refusal, untouched=True) if refusal else None
+        problem = await (self._load(call) if call.kind == "load" else self._change(call))
         self._adapters.take_result(call, problem, self._shell.now())
         facts = {"run": self._run, "server": call.address, "name": call.name}
         if problem is not None:
             log.warning("an adapter was not taken", **facts, kind=problem.kind, problem=problem.message)
         else:
             log.info(f"adapter {call.kind}ed", **facts)
+
+    async def _load(self, call: AdapterCall) -> CallProblem | None:
+        """Load an adapter whose files fit, and are the same before and after the load."""
+        problem = await self._problem_of_files(call) or await self._change(call)
+        if problem is None and call.digest:
+            problem = await self._problem_of_files(call)
+            if problem is not None:
+                await self._change(call._replace(kind="unload"))
+        return problem
+
+    async def _change(self, call: AdapterCall) -> CallProblem | None:
+        refusal = await self._calls.change_adapter(call.address, call.kind, call.name, call.path)
+        return CallProblem("adapter-refused", refusal, untouched=True) if refusal else None
 
     async def _problem_of_files(self, call: AdapterCall) -> CallProblem | None:
         """The problem of an adapter's files, if any. The server knows best what it can take."""
@@ -91,11 +101,12 @@ class AdapterSync:
         if problem is not None:
             return problem
         try:
-            return await self._calls.check_adapter(call.address, call.path)
+            weights = messages.Weights(path=call.path, kind="adapter", digest=call.digest)
+            return await self._calls.check_adapter(call.address, weights)
         except NotChecked as error:
             facts = {"run": self._run, "server": call.address, "name": call.name}
             log.warning("the server cannot check an adapter's tensors", **facts, reason=str(error))
-            return await asyncio.to_thread(adapter_files.base_problem, call.path)
+            return await asyncio.to_thread(adapter_files.unchecked_problem, call.path, call.digest)
 
     async def leave(self) -> None:
         """Unload the run's adapters from the servers that answer, at the end of the run."""

@@ -124,7 +124,7 @@ class PolicyServerWatch:
                 self._start(self._adapt(change))
         self._count()
         self._take_versions(servers)
-        reasons = controller.reasons()
+        reasons = controller.reasons() + same_weights_reasons(servers)
         servers.reasons = reasons + self._discovery.reasons() + self._adapters.reasons()
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
         if self.revision != self._published_revision:
@@ -233,6 +233,17 @@ class PolicyServerWatch:
     async def _look_up(self, name: str) -> None:
         await look_up(name, self._discovery, self._resolver, self._shell.now)
         self.wake()
+
+
+def same_weights_reasons(servers: PolicyServersState) -> list[messages.Reason]:
+    """The reason that names an earlier version with the same bytes as the target, if there is one."""
+    version = servers.target
+    earlier = None if version is None else servers.same_weights_as(version, servers.weights)
+    if earlier is None:
+        return []
+    text = f"version {version} has the same weight files as version {earlier}. Was the wrong folder announced?"
+    facts = {"kind": "same-weights", "version": str(version), "same_as": str(earlier)}
+    return [messages.Reason(code="weight-sync", message=text, facts=facts)]
 
 
 async def _until(event: asyncio.Event, timeout_s: float | None) -> None:

@@ -100,6 +100,7 @@ class PolicyServers:
             servers=watch.statuses(shell.now()),
             sync=watch.sync,
             skipped=[str(version) for version in state.skipped],
+            digests={str(version): digest for digest, version in state.digests.items()},
         )
 
     def summary(self, run: str) -> tuple[dict[str, int], str]:

@@ -21,7 +21,7 @@ from headrace.bounds import MAX_REFERENCE
 from headrace.client.leases import BatchLeases
 from headrace.client.operations.runs import RunOperations
 from headrace.client.operations.trajectories import TrajectoryOperations
-from headrace.client.operations.versions import VersionLike, WeightsLike, absolute_weights
+from headrace.client.operations.versions import VersionLike, WeightsLike, described_weights, warn_of_same_weights
 from headrace.client.requests import ApiCall, ApiRequest, ApiResponse, Operation, json_reader, request, unexpected_body
 from headrace.client.responses import read_nothing
 from headrace.client.wait_reports import WaitCallback, reasons_text, report_wait, timeout_error
@@ -258,17 +258,19 @@ class BatchOperations(RunOperations, TrajectoryOperations):
 
         ``version``: the version that the step made; an int counts in the batch's lineage. ``weights``: the place of its
         weights, which the service loads into the run's policy servers; None: the learner has loaded them itself.
-        Raises BatchSuperseded if the lease was lost.
+        Their digest is sent too, if this process can read the folder. Raises BatchSuperseded if the lease was lost, and
+        WeightsDamaged for incomplete files.
         """
         name = ""
         if version is not None:
             name = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
+        described = yield from described_weights(weights)
         body = messages.AckRequest(
             learner=self.learner,
             session=self.session,
             generation=batch.generation,
             version=name,
-            weights=absolute_weights(weights),
+            weights=described,
         )
         try:
             reply = yield from self.post(messages.AckReply, "runs", batch.run, "batches", batch.id, "ack", body=body)
@@ -277,6 +279,7 @@ class BatchOperations(RunOperations, TrajectoryOperations):
             self.leases.drop(batch.run, batch.id)
             raise
         self.leases.drop(batch.run, batch.id)
+        warn_of_same_weights(reply.version, reply.same_weights_as)
         return reply
 
     def nack(self, batch: Batch, reason: str) -> Operation[None]:

@@ -110,9 +110,12 @@ class AckRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AckReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``version``: the run's current one. ``same_weights_as``: as in ``VersionReply``."""
+
     epoch: int
     batch: str
     version: str
+    same_weights_as: str = ""
 
 
 class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -37,6 +37,7 @@ class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_default
     ``revision`` grows whenever a server is added, removed or changes its state or version: a long poll that names the
     last known revision returns at the next. ``sync``: the progress of the weight sync, or why the last one failed;
     empty if neither applies. ``skipped``: the latest versions that a newer one replaced before any server loaded them.
+    ``digests``: of the latest announced versions, by version; of equal weights only the first version is listed.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_default
     servers: list[PolicyServerStatus] = []
     sync: str = ""
     skipped: list[str] = []
+    digests: dict[str, str] = {}
 
 
 class PolicyServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from headrace.bounds import MAX_LABEL
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The place of a version's weights: a path that the policy servers can read.
 
     ``full``: a folder of safetensors as transformers writes it. ``adapter``: a folder of a LoRA adapter as PEFT writes
-    it.
+    it. ``digest``: that of its files (``headrace.weight_files.weight_digest``), which servers compare before they use
+    them; empty if unknown.
     """
 
     path: str
     kind: Literal["full", "adapter"] = "full"
+    digest: Annotated[str, msgspec.Meta(max_length=MAX_LABEL)] = ""
+
+    def same_place(self, other: Weights | None) -> bool:
+        """Return True if both name the same place, with the same files as far as the digests tell."""
+        if other is None or (self.path, self.kind) != (other.path, other.kind):
+            return False
+        return self.digest == other.digest or not (self.digest and other.digest)
 
 
 class VersionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,9 +46,12 @@ class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``version``: the current one; after a rewind ``(new lineage, n of the fork point)``. ``same_weights_as``: an
+    earlier version of the lineage with the same bytes; empty if there is none."""
+
     epoch: int
     version: str
-    """The current version. After a rewind: ``(new lineage, n of the fork point)``."""
+    same_weights_as: str = ""
 
 
 class HoldReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

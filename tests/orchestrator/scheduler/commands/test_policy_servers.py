@@ -11,6 +11,7 @@ from headrace.wire import messages
 from headrace.wire.policy_server import base_url
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.evaluations import REPORT_LEASE_S
+from headrace_orchestrator.scheduler.state.policy_servers import REMEMBERED_DIGESTS
 
 A, B = "http://a:1", "http://b:1"
 
@@ -151,6 +152,54 @@ def test_after_a_rewind_the_servers_keep_what_they_hold_until_weights_come(harne
     assert (servers.target, servers.weights.path) == (Version(1, 1), "/w/1")
     with pytest.raises(VersionConflict, match="rewind"):
         harness.announce("1.0", path="/w/0")
+
+
+def announce(harness, version: str, digest: str) -> str:
+    weights = messages.Weights(path=f"/w/{version}", digest=digest)
+    request = messages.VersionRequest(version=version, weights=weights)
+    reply = harness.core.announce("r", request, harness.now)
+    harness.settle()
+    return reply.same_weights_as
+
+
+def test_the_same_bytes_under_a_new_number_name_the_first_version_that_had_them(harness):
+    harness.run()
+    answers = [announce(harness, f"0.{n}", digest) for n, digest in enumerate("abcaa", 1)]
+    assert answers == ["", "", "", "0.1", "0.1"]
+    harness.announce("0.6", path="/w/6")
+    harness.announce("0.7", path="/w/7")
+    assert announce(harness, "0.8", "b") == "0.2"
+    harness.restart()
+    assert announce(harness, "0.9", "c") == "0.3"
+
+
+def test_the_served_version_may_be_announced_again_unless_its_files_changed(harness):
+    harness.run()
+    announce(harness, "0.1", "a")
+    served(harness, "0.1")
+    assert announce(harness, "0.1", "a") == ""
+    assert announce(harness, "0.1", "") == "", "a learner that cannot read the folder"
+    assert announce(harness, "0.1", "a") == ""
+    with pytest.raises(VersionConflict, match=r"hold version 0\.1"):
+        announce(harness, "0.1", "b")
+
+
+def test_weights_of_a_checkpoint_in_a_new_lineage_are_not_told_as_repeated(harness):
+    harness.run()
+    announce(harness, "0.1", "a")
+    announce(harness, "0.2", "b")
+    harness.rewind("0.1")
+    assert announce(harness, "1.1", "a") == ""
+
+
+def test_a_bounded_number_of_digests_is_remembered(harness):
+    harness.run()
+    last = REMEMBERED_DIGESTS + 2
+    for n in range(1, last + 1):
+        announce(harness, f"0.{n}", str(n))
+    assert list(harness.core.policy_servers("r").digests) == [str(n) for n in range(3, last + 1)]
+    answers = [announce(harness, f"0.{last + 1}", "2"), announce(harness, f"0.{last + 2}", str(last))]
+    assert answers == ["", f"0.{last}"]
 
 
 def test_an_evaluation_holds_the_version_that_is_served_while_newer_ones_come(harness):
