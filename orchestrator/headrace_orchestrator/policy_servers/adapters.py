@@ -43,6 +43,8 @@ class _AdapterServer:
     #: Folders of its adapters by name; None if unknown.
     loaded: dict[str, str] | None = None
     call_pending: bool = False
+    #: Calls made so far.
+    calls: int = 0
     problem: CallProblem | None = None
     failures: int = 0
     retry_at: float = 0.0
@@ -105,6 +107,11 @@ class Adapters:
     def take_servers(self, addresses: Iterable[str]) -> None:
         """Take the addresses of the run's current servers."""
         self._servers = {address: self._servers.get(address) or _AdapterServer() for address in addresses}
+
+    def calls_before_list(self, address: str) -> int | None:
+        """The number of calls to a server before its adapters are listed; None while a call has no result."""
+        server = self._servers.get(address)
+        return None if server is None or server.call_pending else server.calls
 
     def take_list(self, address: str, loaded: Mapping[str, str] | None) -> None:
         """Take the adapters that a server lists, as folders by name; None if it did not answer."""
@@ -176,6 +183,7 @@ class Adapters:
             call = None if server.call_pending or server.retry_at > now else self._next(address, server, desired)
             if call is not None:
                 server.call_pending = True
+                server.calls += 1
                 calls.append(call)
         return calls
 

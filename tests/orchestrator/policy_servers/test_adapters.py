@@ -109,6 +109,16 @@ def test_an_adapter_of_the_run_from_another_folder_is_replaced():
     assert settle(adapters) == ["unload a", "load a"]
 
 
+def test_a_list_counts_only_if_no_call_was_open_while_it_was_requested():
+    adapters = make_adapters(trained="math")
+    before = adapters.calls_before_list(ONE)
+    adapters.announce(Version(0, 1), "/v1")
+    (call,) = adapters.step(0.0)
+    assert adapters.calls_before_list(ONE) is None
+    adapters.take_result(call, CallProblem("weights-changed", "no"), 0.0)
+    assert adapters.calls_before_list(ONE) not in (None, before)
+
+
 def test_once_a_version_is_served_servers_without_it_get_no_requests():
     adapters = make_adapters(trained="math", servers=(ONE, TWO))
     assert (adapters.version(ONE), adapters.missing_reason(ONE), adapters.served) == (Version(0, 0), "", Version(0, 0))

@@ -114,7 +114,12 @@ class AdapterSync:
 
     async def list_at(self, address: str) -> None:
         """List the adapters of a server."""
-        self._adapters.take_list(address, await self._calls.list_adapters(address))
+        calls = self._adapters.calls_before_list(address)
+        if calls is None:
+            return  # an adapter that is being loaded may be unloaded again
+        loaded = await self._calls.list_adapters(address)
+        if self._adapters.calls_before_list(address) == calls:
+            self._adapters.take_list(address, loaded)
 
     def take_reading(self, reading: Reading) -> None:
         """Take a server's limit of adapters; the lowest limit counts."""
