@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from headrace.server import logs
 from headrace.server.auth import load_auth
-from headrace.server.process import http_server, listen, run_until_signal
+from headrace.server.listener import listen
+from headrace.server.process import http_server, run_until_signal
 from headrace_orchestrator import allocator
 from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.buffer.data_directory import DataDirectory

@@ -7,6 +7,7 @@
 * ``run`` uses the given runtime, or the default; it fails if that runtime cannot be used, and never uses another.
 * ``run`` exits as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 if the command
   does not exist; 70 after a fault of ours.
+* Options of ``run`` end where the command begins; an unknown option is not taken for the command.
 * ``run`` copies only the given files into the sandbox.
 """
 
@@ -94,7 +95,7 @@ def _say(message: str) -> None:
     click.echo(message, err=True)
 
 
-@sandbox.command("run", context_settings={"ignore_unknown_options": True})
+@sandbox.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--runtime", default=DEFAULT, show_default=True, help="Runtime to use; `doctor` lists them.")
 @click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that does not isolate.")
 @click.option(

@@ -185,7 +185,7 @@ class _ServiceConnection:
         except ValueError as error:
             raise SandboxFailure(
                 f"The address of the sandbox service is not usable: {error}.",
-                hint="Give an address like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
+                hint="Give an address like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8472.",
                 kind="bad-address",
                 retryable=False,
             ) from error

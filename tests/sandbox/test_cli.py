@@ -26,6 +26,16 @@ def test_run_exits_as_the_command_did() -> None:
     assert headrace("run", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
 
 
+def test_an_unknown_option_is_not_taken_for_the_command() -> None:
+    for arguments in (["--runtme", "bubblewrap", "--", "true"], ["--memory", "1", "true"]):
+        refused = headrace("run", *arguments)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "No such option" in refused.stderr
+        assert arguments[0] in refused.stderr
+    assert headrace("run", "sh", "-c", "exit 4").returncode == 4
+    assert headrace("run", "--", "--runtme").returncode == 127
+
+
 def test_run_exits_with_127_if_the_command_does_not_exist() -> None:
     outcome = headrace("run", "--", "nosuch")
     assert (outcome.stdout, outcome.returncode) == ("", 127)

@@ -112,7 +112,7 @@ def up(
     components.require_free(host, port)
     tiny_policy_port = tiny_policy_port or components.free_port()
     if tiny_policy:
-        components.require_free("127.0.0.1", tiny_policy_port)
+        components.require_free("127.0.0.1", tiny_policy_port, option="--tiny-policy-port")
     require_regular_entries(data)
     with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_print_event, grace_s=GRACE_S) as supervisor:
         sleep = interruptible_sleep(stop)

@@ -71,7 +71,7 @@ def serve(
     \b
     Examples:
       headrace sandbox serve
-      headrace sandbox serve --bind 0.0.0.0:8471 --tokens tokens.toml --warm 4
+      headrace sandbox serve --bind 0.0.0.0:8472 --tokens tokens.toml --warm 4
     """
     try:
         from headrace_sandbox.service.server import run
@@ -116,5 +116,5 @@ def _pool(running: int | None, sandboxes: int | None, memory_mib: int | None, wa
 def _address(bind: str) -> tuple[str, int]:
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise click.UsageError(f"--bind is {bind!r}; it must look like 127.0.0.1:8471.")
+        raise click.UsageError(f"--bind is {bind!r}; it must look like 127.0.0.1:8472.")
     return host.strip("[]"), int(port)

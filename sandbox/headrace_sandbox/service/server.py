@@ -23,7 +23,8 @@ from typing import NamedTuple
 from headrace.errors import SetupError
 from headrace.server import logs
 from headrace.server.auth import Auth, load_auth
-from headrace.server.process import BACKLOG, http_server, listen, run_until_signal
+from headrace.server.listener import BACKLOG, listen
+from headrace.server.process import http_server, run_until_signal
 from headrace_sandbox.host.cleanup_process import CleanupProcess
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.pool.messages import WarmBounds

@@ -1,8 +1,7 @@
-"""The process of an HTTP service: its event loop, signals, listening port and HTTP server.
+"""The process of an HTTP service: its event loop, signals and HTTP server.
 
 * An unsupported version of uvicorn is refused, with the versions to install.
 * SIGTERM and SIGINT set an event, on which the service stops in order.
-* A port that is in use or cannot be bound is refused, with a hint.
 * A stop waits some time for open requests, and then closes the remaining connections.
 * Open connections are limited, so that descriptors are left for everything else (``connection_limit``).
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import signal
 import socket
@@ -21,13 +19,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from headrace.errors import PortInUse, SetupError
 from headrace.server.connection_limit import limit_for_descriptors, raise_descriptor_limit
+from headrace.server.listener import BACKLOG
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace.server.uvicorn_protocol import HttpProtocol, HttpServer, require_supported_uvicorn
-
-BACKLOG = 2048
-"""Most connections waiting to be accepted: after a restart a whole fleet reconnects at once."""
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection is kept: longer than the longest poll, and longer than clients reuse a connection, so
@@ -50,32 +45,6 @@ async def _with_signals(serve: Callable[[asyncio.Event], Coroutine[Any, Any, Non
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     await serve(stop)
-
-
-def listen(host: str, port: int, *, option: str) -> socket.socket:
-    """A TCP socket that listens on the port; 0 lets the system choose one.
-
-    ``option`` is the command line option that sets the port, for hints. Raises SetupError.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"Port {port} on {host} is in use by another process.",
-                hint=f"Stop that process, or choose another port with {option} (0 lets the system choose).",
-                port=port,
-            ) from error
-        raise SetupError(
-            f"Port {port} on {host} cannot be bound: {error.strerror}.",
-            hint=f"Check the address and {option}; ports below 1024 need privileges.",
-        ) from error
-    return listener
 
 
 @contextlib.asynccontextmanager

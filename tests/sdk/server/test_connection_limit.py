@@ -125,7 +125,8 @@ def test_connections_leave_descriptors_in_reserve(monkeypatch: pytest.MonkeyPatc
 
 SERVICE = """
 import asyncio, contextlib, resource, sys
-from headrace.server.process import http_server, listen, run_until_signal
+from headrace.server.listener import listen
+from headrace.server.process import http_server, run_until_signal
 from headrace.server.uvicorn_protocol import TOKEN_ACCEPTED
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from headrace.errors import PortInUse, SetupError
-from headrace.server.process import http_server, listen, run_until_signal
+from headrace.errors import SetupError
+from headrace.server.listener import listen
+from headrace.server.process import http_server, run_until_signal
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -49,21 +50,6 @@ def test_an_unsupported_version_of_uvicorn_is_refused_with_the_versions_to_insta
     monkeypatch.setattr(uvicorn, "__version__", "0.34.0")
     with pytest.raises(SetupError, match=r"uvicorn 0\.34\.0 is installed"):
         run_until_signal(serve)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_port_that_is_in_use_is_refused_with_a_hint(host: str):
-    with contextlib.closing(listen(host, 0, option="--bind")) as occupied:
-        port = occupied.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"Port {port} on {host} is in use") as refused:
-            listen(host, port, option="--bind")
-    assert refused.value.hint == "Stop that process, or choose another port with --bind (0 lets the system choose)."
-
-
-def test_a_port_that_cannot_be_bound_is_refused_with_a_hint():
-    with pytest.raises(SetupError, match=r"Port 0 on 192\.0\.2\.1 cannot be bound: ") as refused:
-        listen("192.0.2.1", 0, option="--port")
-    assert refused.value.hint == "Check the address and --port; ports below 1024 need privileges."
 
 
 class App:

@@ -66,7 +66,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortInUse(
-            f"The tiny policy cannot listen on {host}:{port}: {error.strerror}.", hint="Choose another --port."
+            f"The tiny policy cannot listen on {host}:{port}: {error.strerror}.",
+            hint="Check --host, or choose another --port.",
         ) from error
     listener.listen(BACKLOG)
     return listener

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from headrace.errors import PortInUse, SetupError
+from headrace.errors import SetupError
+from headrace.server.listener import listen
 from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
 
 ORCHESTRATOR_STAGE, POLICY_STAGE, WORKER_STAGE, LEARNER_STAGE = range(4)
@@ -92,18 +93,10 @@ def free_port() -> int:
         return port
 
 
-def require_free(host: str, port: int) -> None:
-    """Raise PortInUse if another process uses the port, because that process would answer in the component's place."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortInUse(
-                f"Port {port} on {host} cannot be bound: {error.strerror}.",
-                hint="Stop the process that uses it, or choose another port.",
-                port=port,
-            ) from error
+def require_free(host: str, port: int, *, option: str = "--port") -> None:
+    """Raise PortInUse if another process uses the port, because that process would answer in the component's place, and
+    SetupError if it cannot be bound."""
+    listen(host, port, option=option).close()
 
 
 def await_answer(

@@ -57,6 +57,6 @@ def test_a_component_that_does_not_answer_in_time_is_an_error(tmp_path: Path) ->
 
 
 def test_a_port_of_another_process_is_refused_before_anything_starts(stub: StubServer) -> None:
-    with pytest.raises(PortInUse, match="Address already in use"):
+    with pytest.raises(PortInUse, match="is in use by another process"):
         components.require_free("127.0.0.1", int(stub.url.rpartition(":")[2]))
     components.require_free("127.0.0.1", components.free_port())
