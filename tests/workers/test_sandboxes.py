@@ -18,7 +18,8 @@ from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers import sandboxes
 from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.episode import EpisodeRun
-from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox, union_s
+from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
+from headrace_workers.step_clock import union_s
 from tests.sandbox.memory_runtime import MemoryRuntime
 from tests.sandbox.service.serving import service
 from tests.workers.fakes import Clock, Script, assignment, failure_of, plan, play, say, tools
@@ -250,7 +251,7 @@ async def test_programs_at_a_time_are_counted_once() -> None:
 
     sandbox = EpisodeSandbox(sandbox_of(ScriptedRuntime(timed)), domain="r", clock=clock)
     await asyncio.gather(*(sandbox.run_code(PythonProgram(code=code), Limits()) for code in "ab"))
-    assert sandbox.waited_s == 1.0, "from 1 to 3 the one ran, from 3 to 5 the other"
+    assert sandbox.steps.waited_s == 1.0, "from 1 to 3 the one ran, from 3 to 5 the other"
 
 
 def test_the_union_of_intervals() -> None:

@@ -12,11 +12,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +27,7 @@ from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Runtime, Sandbox, SandboxCommand, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
+from headrace_workers.step_clock import StepClock
 
 T = TypeVar("T")
 
@@ -122,18 +122,14 @@ class EpisodeSandbox:
     """The worker's sandbox as used by one episode. ``domain``: the trust domain, which is its run. ``clock`` is
     monotonic, in seconds."""
 
-    def __init__(self, worker: WorkerSandbox, *, domain: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, worker: WorkerSandbox, *, domain: str, clock: Callable[[], float], steps: StepClock | None = None
+    ) -> None:
         self._worker = worker
         self._domain = domain
         self._clock = clock
-        self._calls = 0
-        self._waiting_since = 0.0
-        self._program_times: list[tuple[float, float]] = []
-        self._deadline_left_s: float | None = None
-        self.deadline: asyncio.Timeout | None = None
-        """The deadline of the current step."""
-        self.waited_s = 0.0
-        """Time so far in which calls were open but no program ran."""
+        self.steps = steps or StepClock(clock)
+        """The clock of the episode's steps."""
 
     async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a fresh sandbox. Raises SandboxFailure."""
@@ -147,14 +143,13 @@ class EpisodeSandbox:
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """Open a persistent sandbox; the caller closes it. Programs in it are not retried, because its state changed.
         Raises SandboxFailure."""
-        with self._count_waiting():
+        with self.steps.outside_call():
             return await self._with_retries(template.limits, lambda runtime: runtime.open(template, ttl_s))
 
     async def _run(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
-        with self._count_waiting():
+        with self.steps.outside_call():
             result = await self._with_retries(limits, call)
-            ended_at = self._clock()
-            self._program_times.append((ended_at - result.wall_s, ended_at))
+            self.steps.add_work(result.wall_s)
             return result
 
     async def _with_retries(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
@@ -183,43 +178,3 @@ class EpisodeSandbox:
                 kind="sandbox-hangs",
                 retryable=True,
             ) from None
-
-    @contextlib.contextmanager
-    def _count_waiting(self) -> Iterator[None]:
-        """Count the time of open calls as waiting, except the time in which programs run."""
-        if self._calls == 0:
-            self._waiting_since, self._program_times, self._deadline_left_s = (
-                self._clock(),
-                [],
-                _stop_deadline(self.deadline),
-            )
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if self._calls == 0:
-                passed_s = self._clock() - self._waiting_since
-                worked_s = min(passed_s, union_s(self._program_times))
-                self.waited_s += passed_s - worked_s
-                if self.deadline is not None and self._deadline_left_s is not None:
-                    left_s = max(0.0, self._deadline_left_s - worked_s)
-                    self.deadline.reschedule(asyncio.get_running_loop().time() + left_s)
-
-
-def _stop_deadline(deadline: asyncio.Timeout | None) -> float | None:
-    """Stop a deadline; return the seconds left until it."""
-    when = None if deadline is None else deadline.when()
-    if deadline is None or when is None:
-        return None
-    deadline.reschedule(None)
-    return when - asyncio.get_running_loop().time()
-
-
-def union_s(intervals: list[tuple[float, float]]) -> float:
-    """The length of the union of time intervals, in seconds."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -14,10 +14,11 @@ import pytest
 import headrace
 from headrace.trajectory import Task, Trajectory
 from headrace.validation import validate
-from headrace_workers.episode import EnvironmentProcesses, EpisodeRun
+from headrace_workers.episode import EnvironmentProcesses, EpisodeRun, environment_processes
 from headrace_workers.episode.runner import EpisodeTools
 from headrace_workers.worker import Worker, WorkerSettings
 from tests.builders import make_id
+from tests.workers.busy_machine import busy_machine
 from tests.workers.fakes import OneTurn, Script, assignment, failure_of, plan, say, tools
 from tests.workers.orchestrator import orchestrating
 
@@ -77,6 +78,24 @@ async def test_the_environment_runs_in_a_process_that_is_reused_until_a_step_exc
             await asyncio.sleep(0.02)
     assert its_tools.threads.hanging == 0, "nothing of it is left, as there would be of a thread"
     assert (await play(its_tools, "go")).infos[0]["pid"] != pid
+
+
+async def test_the_deadline_of_a_step_counts_only_the_work_of_its_process(its_tools: EpisodeTools) -> None:
+    with busy_machine():
+        computes = {"exponent": 2_000_000}
+        record = await play(its_tools, "compute", kwargs=computes, limits={"environment_timeout_s": 2.0})
+    assert record.status == "finished"
+    assert record.timing.environment_s < 3.0
+
+
+async def test_a_bound_on_the_whole_of_a_call_is_a_retryable_failure_of_ours(
+    its_tools: EpisodeTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await play(its_tools, "go")  # the process has started
+    monkeypatch.setattr(environment_processes, "WHOLE_S", 0.5)
+    monkeypatch.setattr(environment_processes, "WHOLE_FACTOR", 0.0)
+    record = await play(its_tools, "compute", kwargs={"exponent": 10**9})
+    assert failure_of(record) == ("infrastructure", "environment-process-starved", True)
 
 
 WRONG: dict[str, tuple[tuple[str, str, bool], str]] = {

@@ -1,6 +1,8 @@
 """Client that calls functions in separate processes, from a worker's event loop.
 
 * A call that exceeds its time or memory limit raises LimitExceeded; the worker and other calls continue.
+* The time limit counts the call's own work, so the verdict does not depend on how many other calls run.
+* A bound on the whole, queue and starvation included, ends in a retryable failure of ours.
 * The server process starts at the first call. A lost server is replaced, and its calls are retried once; a call that
   loses its process twice fails.
 """
@@ -15,16 +17,17 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 from headrace.common.timeouts import timeout
-from headrace.errors import EnvironmentFailure
+from headrace.errors import EnvironmentFailure, InfrastructureFailure
 
 Limit = Literal["time", "memory", "stack"]
 
-ANSWER_GRACE_S, ANSWER_GRACE_FACTOR = 30.0, 20.0
-"""Added to the time limit of a call, and multiplied with it, to get the timeout of the answer: importing the function's
-module and waiting for a child and a CPU take time on a busy machine."""
+WHOLE_S, WHOLE_FACTOR = 300.0, 20.0
+"""Added to the time limit of a call, and multiplied with it, to get the bound on the whole: the queue, the import of
+the function's module, the start of a child and the wait for a CPU take time on a busy machine."""
 
 MAX_TRIES = 2
 
@@ -45,33 +48,44 @@ class _ProcessLost(Exception):
 
 
 class BoundedCalls:
-    """Bounded calls of a worker."""
+    """Bounded calls of a worker. ``whole_s`` and ``whole_factor``: see ``WHOLE_S``."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole_s: float = WHOLE_S, whole_factor: float = WHOLE_FACTOR) -> None:
+        self._whole_s = whole_s
+        self._whole_factor = whole_factor
         self._server: _CallServerProcess | None = None
         self._start_lock = asyncio.Lock()
 
-    async def call(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call ``module:name`` and return its result. Arguments and result must be JSON-serializable.
+    async def call(
+        self,
+        function: str,
+        *arguments: Any,
+        time_s: float,
+        memory_bytes: int,
+        on_work: Callable[[float], None] = lambda work_s: None,
+    ) -> Any:
+        """Call ``module:name`` and return its result. Arguments and result must be JSON-serializable. ``on_work`` gets
+        the call's own working time, in seconds.
 
-        Raises LimitExceeded, and EnvironmentFailure: ``bounded-call-raised`` (with the function's error) or
-        ``bounded-call-lost``.
+        Raises LimitExceeded; EnvironmentFailure: ``bounded-call-raised`` (with the function's error) or
+        ``bounded-call-lost``; InfrastructureFailure ``bounded-call-starved``.
         """
         request = {"function": function, "arguments": arguments, "time_s": time_s, "memory_bytes": memory_bytes}
-        max_s = ANSWER_GRACE_FACTOR * time_s + ANSWER_GRACE_S
+        whole_s = self._whole_factor * time_s + self._whole_s
         for _ in range(MAX_TRIES):
             server = await self._running_server()
             try:
-                async with timeout(max_s):
+                async with timeout(whole_s):
                     answer = await server.ask(request)
             except _ProcessLost as lost:
                 why = str(lost)
                 continue
             except TimeoutError:
-                why = f"no answer within {max_s:g} s"
-                await server.close()
-                continue
+                if server.is_silent_for(whole_s):
+                    await server.close()  # it hangs, so the next call starts another one
+                raise _starved(function, whole_s) from None
             if "lost" not in answer:
+                on_work(answer.get("work_s", 0.0))
                 return _returned_value(function, answer)
             why = answer["lost"]
         raise EnvironmentFailure(
@@ -96,6 +110,15 @@ class BoundedCalls:
             return self._server
 
 
+def _starved(function: str, whole_s: float) -> InfrastructureFailure:
+    return InfrastructureFailure(
+        f"{function} did not return within {whole_s:g} s, the wait for a process and a CPU included.",
+        hint="The machine is overloaded: give the worker fewer slots, or more CPUs.",
+        kind="bounded-call-starved",
+        retryable=True,
+    )
+
+
 def _returned_value(function: str, answer: dict[str, Any]) -> Any:
     if "exhausted" in answer:
         raise LimitExceeded(answer["exhausted"])
@@ -116,6 +139,7 @@ class _CallServerProcess:
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._read_task = asyncio.create_task(self._read())
+        self._last_answer_at = asyncio.get_running_loop().time()
 
     @classmethod
     async def start(cls) -> _CallServerProcess:
@@ -134,6 +158,10 @@ class _CallServerProcess:
     def is_alive(self) -> bool:
         return not self._read_task.done()
 
+    def is_silent_for(self, seconds: float) -> bool:
+        """Return True if it has answered no call in the last ``seconds``."""
+        return asyncio.get_running_loop().time() - self._last_answer_at >= seconds
+
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return its answer. Raises _ProcessLost."""
         number = next(self._ids)
@@ -146,11 +174,14 @@ class _CallServerProcess:
             return result
         finally:
             del self._pending[number]
+            if self.is_alive and (not answer.done() or answer.cancelled()):
+                self._writer.write(json.dumps({"cancel": number}).encode() + b"\n")
 
     async def _read(self) -> None:
         try:
             while line := await self._reader.readline():
                 answer = json.loads(line)
+                self._last_answer_at = asyncio.get_running_loop().time()
                 waiting = self._pending.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)

@@ -3,14 +3,15 @@
 * Calls run in child processes. The module of a call is imported here, once, before a child is forked.
 * A child is reused after a normal call; after a long or memory-hungry one it is not.
 * A call that exceeds its time is killed with its child, and a new child replaces it. The kernel limits memory.
+* The time of a call is its own work: waiting in the queue, for a new child, for an import or for a CPU does not count.
 * Long calls get a lower priority than new ones, so a call that never ends does not delay others.
-* A busy machine does not fail a call: one that got hardly any CPU time gets a longer deadline.
+* A call that its caller gave up is removed from the queue, or killed.
 * When the socket closes or this process dies, every call ends.
 * The server ends with its worker, even while it imports a module.
 
 Requests and answers are lines of JSON. A request has ``id``, ``function`` (``module:name``), ``arguments``, ``time_s``
-and ``memory_bytes``. An answer has ``id`` and one of ``value``, ``exhausted`` (time, memory or stack), ``raised`` (the
-text of an error) or ``lost`` (the child was killed from outside).
+and ``memory_bytes``, or only ``cancel``, an id. An answer has ``id``, ``work_s`` and one of ``value``, ``exhausted``
+(time, memory or stack), ``raised`` (the text of an error) or ``lost`` (the child was killed from outside).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -29,25 +31,19 @@ from collections import deque
 from typing import Any
 
 from headrace_workers.bounded_calls.child import serve_calls
+from headrace_workers.process_work import SAMPLE_S, WorkMeter
 
 SHORT_CALL_S = 0.2
-"""CPU time after which a call counts as long. With less it counts as new, however much time has passed."""
+"""Work after which a call counts as long. With less it counts as new, however much time has passed."""
 
-CHECK_INTERVAL_S = 0.1
-"""Interval between checks of a call's CPU time."""
+LONG_CALL_NICENESS = 12
+"""Priority of long calls: low, but above that of batch jobs on the machine, so that they end."""
 
-STARVATION_FACTOR = 10
-"""Multiple of its time limit that a call may wait for a CPU. After that it is reported as lost, not as exhausted."""
-
-LONG_CALL_NICENESS = 19
-"""Lowest priority."""
-
-MAX_CHILDREN, MAX_IDLE = 64, 8
-"""Limits on all children and on idle ones. More calls wait; more idle children are ended."""
+MAX_NEW, MAX_CHILDREN, MAX_IDLE = 64, 128, 8
+"""Limits on children with new calls, on all children, and on idle ones. More calls wait; more idle children are ended.
+Calls that never end cannot occupy the places of new ones alone."""
 
 READ_BYTES = 1 << 16
-
-TICKS = os.sysconf("SC_CLK_TCK")
 
 PR_SET_PDEATHSIG = 1
 
@@ -66,33 +62,25 @@ class CallProcess:
         self.answers = answers
         self.modules = modules
         self.call: dict[str, Any] | None = None
-        self.started_at = 0.0
-        self.cpu_before_s = 0.0
+        self.work: WorkMeter | None = None
         self.is_long = False
         self.check_at = 0.0
         self.answer_data = b""
 
     def start(self, call: dict[str, Any]) -> None:
         """Send a call to this process."""
-        self.call, self.started_at, self.answer_data = call, time.monotonic(), b""
-        self.cpu_before_s = self.cpu_s()
-        self.check_at = self.started_at + min(SHORT_CALL_S, call["time_s"])
+        now = time.monotonic()
+        self.call, self.answer_data = call, b""
+        self.work = WorkMeter(self.pid, now)
+        self.check_at = now + min(SAMPLE_S, call["time_s"])
         data = json.dumps(call).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):  # it was killed; the server finds its pipe closed next
             while data:
                 data = data[os.write(self.requests, data) :]
 
-    def cpu_s(self) -> float:
-        """CPU time used so far."""
-        return sum(map(int, self._status()[11:13])) / TICKS
-
-    def is_runnable(self) -> bool:
-        """Return whether the process is running or ready to run."""
-        return self._status()[0] == "R"
-
-    def _status(self) -> list[str]:
-        with open(f"/proc/{self.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+    def work_s(self) -> float:
+        """The work of its call so far."""
+        return 0.0 if self.work is None else self.work.sample(time.monotonic())
 
 
 class CallServer:
@@ -120,16 +108,32 @@ class CallServer:
             self._start_next_call()
 
     def _pause_s(self) -> float | None:
-        if self._queue and (self._idle or len(self._children) < MAX_CHILDREN):
+        if self._queue and self._has_place():
             return 0.0
         check_times = [child.check_at for child in self._children.values() if child.call is not None]
         return max(0.0, min(check_times) - time.monotonic()) if check_times else None
 
+    def _has_place(self) -> bool:
+        new = sum(child.call is not None and not child.is_long for child in self._children.values())
+        return bool(self._idle) or (new < MAX_NEW and len(self._children) < MAX_CHILDREN)
+
     def _read_requests(self) -> bool:
         data = self._connection.recv(READ_BYTES)
         *lines, self._request_data = (self._request_data + data).split(b"\n")
-        self._queue += map(json.loads, lines)
+        for request in map(json.loads, lines):
+            if "cancel" in request:
+                self._cancel(request["cancel"])
+            else:
+                self._queue.append(request)
         return bool(data)
+
+    def _cancel(self, number: int) -> None:
+        """End a call whose caller gave up; it gets no answer."""
+        self._queue = deque(call for call in self._queue if call["id"] != number)
+        for child in self._children.values():
+            if child.call is not None and child.call["id"] == number:
+                child.call = None
+                os.kill(child.pid, signal.SIGKILL)
 
     def _start_next_call(self) -> None:
         """Start one call. Only one at a time: a fork takes a while, and children may become idle meanwhile."""
@@ -151,7 +155,7 @@ class CallServer:
             self._idle.clear()
         if self._idle:
             self._idle.pop().start(self._queue.popleft())
-        elif len(self._children) < MAX_CHILDREN:
+        elif self._has_place():
             self._fork().start(self._queue.popleft())
 
     def _fork(self) -> CallProcess:
@@ -183,18 +187,16 @@ class CallServer:
                 self._check_call(child, child.call, now)
 
     def _check_call(self, child: CallProcess, call: dict[str, Any], now: float) -> None:
-        if not child.is_long and child.cpu_s() - child.cpu_before_s >= SHORT_CALL_S:
+        work_s = child.work_s()
+        if not child.is_long and work_s >= SHORT_CALL_S:
             child.is_long = True
             os.setpriority(os.PRIO_PROCESS, child.pid, LONG_CALL_NICENESS)
-        due_at = child.started_at + call["time_s"]
-        if now < due_at:
-            child.check_at = due_at if child.is_long else min(due_at, now + CHECK_INTERVAL_S)
-        elif not child.is_long and child.is_runnable():
-            child.check_at = now + CHECK_INTERVAL_S
-            if now >= child.started_at + STARVATION_FACTOR * call["time_s"]:
-                self._kill(child, call, {"lost": "it got no CPU time"})
+        if work_s < call["time_s"]:
+            child.check_at = now + min(SAMPLE_S, max(0.01, call["time_s"] - work_s))
+        elif select.select([child.answers], [], [], 0)[0]:
+            child.check_at = now  # it answered since this server last looked
         else:
-            self._kill(child, call, {"exhausted": "time"})
+            self._kill(child, call, {"exhausted": "time", "work_s": work_s})
 
     def _kill(self, child: CallProcess, call: dict[str, Any], answer: dict[str, Any]) -> None:
         os.kill(child.pid, signal.SIGKILL)  # it may take a while to end; do not wait
@@ -208,6 +210,7 @@ class CallServer:
             self._reap(child)
         elif child.answer_data.endswith(b"\n") and child.call is not None:
             answer = json.loads(child.answer_data)
+            answer["work_s"] = child.work_s()
             is_used_up = answer.pop("last") or child.is_long or child.modules < len(self._modules)
             self._answer(child.call, answer)
             child.call = None

@@ -77,6 +77,7 @@ class EnvironmentDriver:
         self._clock = clock
         self._processes = processes
         self._make = make_environment
+        self._steps = sandbox.steps
         self._context = WorkerContext(sandbox, threads, calls, timeout_s)
         self._inline = task.environment in kinds.inline
         self._environment: Any = None
@@ -149,7 +150,9 @@ class EnvironmentDriver:
         return None if grade is None else grade()
 
     def _in_own_process(self, kwargs: dict[str, Any]) -> Awaitable[Any]:
-        environment = self._environment = OwnProcessEnvironment(self._processes, self._task.environment, kwargs)
+        environment = self._environment = OwnProcessEnvironment(
+            self._processes, self._task.environment, kwargs, steps=self._steps, timeout_s=self._timeout_s
+        )
         self.version = self._kinds.own_process[self._task.environment]
         return environment.reset(self._task.seed)
 

@@ -101,6 +101,7 @@ def main() -> None:
     import_all(sys.argv[1:])
     host = EnvironmentHost()
     with connection, connection.makefile("rb") as requests:
+        connection.sendall(encode_answer(("ok", None)))
         while head := requests.read(LENGTH.size):
             method, arguments = pickle.loads(requests.read(*LENGTH.unpack(head)))
             connection.sendall(encode_answer(answer_request(host, method, arguments)))

@@ -1,6 +1,7 @@
 """The environment context in a worker: its sandbox, its threads and its bounded calls.
 
-* Time that a call waits for a sandbox or a thread is measured apart from its working time.
+* Time that a call waits for a sandbox, a thread or the process of a bounded call is measured apart from its working
+  time.
 * After a call was abandoned on its thread, the environment gets no more calls.
 """
 
@@ -45,15 +46,19 @@ class WorkerContext:
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
         """Call a function in a separate process. Raises LimitExceeded, EnvironmentFailure."""
-        return await self._calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
+        steps = self.sandbox.steps
+        with steps.outside_call():
+            return await self._calls.call(
+                function, *arguments, time_s=time_s, memory_bytes=memory_bytes, on_work=steps.add_work
+            )
 
     def begin(self, deadline: asyncio.Timeout) -> None:
         """Begin a step with this deadline."""
-        self.sandbox.deadline = deadline
+        self.sandbox.steps.deadline = deadline
 
     def take_waited_s(self) -> float:
         """End the step and return its waiting time."""
-        waited_s = self._waited_s + self.sandbox.waited_s
-        self.sandbox.deadline = None
-        self._waited_s = self.sandbox.waited_s = 0.0
+        waited_s = self._waited_s + self.sandbox.steps.waited_s
+        self.sandbox.steps.deadline = None
+        self._waited_s = self.sandbox.steps.waited_s = 0.0
         return waited_s
