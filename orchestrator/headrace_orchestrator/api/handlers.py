@@ -74,7 +74,10 @@ async def add_asset(service: Service, request: HttpRequest) -> HandlerResult:
 async def drain_worker(service: Service, request: HttpRequest) -> HandlerResult:
     worker = request.params["worker"]
     require_name("worker", worker)
-    await service.execute(lambda state, now: leases.drain_worker(state, worker, now))
+    key = request.query.get("key", "")
+    if key:
+        require_name("key", key)
+    await service.execute(lambda state, now: leases.drain_worker(state, worker, key, now))
     return done(service)
 
 
@@ -141,6 +144,8 @@ async def hold(service: Service, request: HttpRequest) -> HandlerResult:
 
 async def start_evaluation(service: Service, request: HttpRequest) -> HandlerResult:
     body = await _read_large(request, messages.EvaluationRequest)
+    if body.key:
+        require_name("key", body.key)
     return await service.start_evaluation(request.params["run"], body)
 
 

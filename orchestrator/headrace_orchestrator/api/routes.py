@@ -109,6 +109,7 @@ def _worker_routes() -> list[Route]:
             summary="Drain a worker: it gets no new attempts.",
             handler=handlers.drain_worker,
             roles=ADMIN,
+            query=(Query("key", "A name of this request, by which a repeat is recognized. Default: none."),),
             errors=(errors.InvalidRequest, errors.NotFound),
         ),
         Route(

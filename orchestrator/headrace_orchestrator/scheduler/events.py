@@ -273,12 +273,13 @@ class BatchAcked(Event, frozen=True, kw_only=True):
 
 class VersionAnnounced(Event, frozen=True, kw_only=True):
     """A version becomes the current one of the run. The first of a new lineage names its fork point. ``weights``: its
-    weights, if the service loads them."""
+    weights, if the service loads them. ``key``: that of the request for a rewind."""
 
     run: str
     version: Version
     fork: Version | None = None
     weights: Weights | None = None
+    key: str = ""
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True):
@@ -345,10 +346,12 @@ class EvaluationEnded(Event, frozen=True, kw_only=True):
 
 
 class WorkerDraining(Event, frozen=True, kw_only=True):
-    """A worker gets no new attempts. ``over``: it is gone, and another process may take its name."""
+    """A worker gets no new attempts. ``over``: it is gone, and another process may take its name. ``key``: that of the
+    request."""
 
     worker: str
     over: bool = False
+    key: str = ""
 
 
 AnyEvent = (

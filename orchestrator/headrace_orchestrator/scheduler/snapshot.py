@@ -179,6 +179,7 @@ class RunRow(SnapshotRow, frozen=True):
     rowless_since_batch: dict[str, int] = {}
     returned: dict[int, None] = {}
     prompts_differ_since_batch: dict[str, int] = {}
+    rewinds: dict[str, Version] = {}
 
 
 class SnapshotGroup(SnapshotRow, frozen=True):
@@ -227,6 +228,7 @@ class SnapshotState(SnapshotRow, frozen=True):
     runs: list[SnapshotRun]
     workers: list[SnapshotWorker]
     draining: list[str]
+    drain_keys: dict[str, str] = {}
 
 
 def _reader(row: type[SnapshotRow]) -> Callable[[Any], Any]:
@@ -263,6 +265,7 @@ def snapshot(state: SchedulerState) -> bytes:
             if worker.attempts or worker.name in state.workers.draining
         ],
         sorted(state.workers.draining),
+        state.workers.drain_keys,
     )
     return _encoder.encode(parts)
 
@@ -308,6 +311,7 @@ def restore(state: SchedulerState, data: bytes, now: float) -> None:
     for row, attempts in attempts_of:
         _restore_worker(state, row, attempts, now)
     state.workers.draining.update(stored.draining)
+    state.workers.drain_keys.update(stored.drain_keys)
 
 
 def _require_format(number: int) -> None:

@@ -1,6 +1,7 @@
 """The async client's sockets: aiohttp's connection pool, with buffers that are reused.
 
 * Proxy settings of the environment are ignored.
+* A request is sent once; the operations repeat it.
 * Without aiohttp the error names the extra to install.
 """
 
@@ -82,6 +83,9 @@ class AsyncConnectionPool:
             self._session = self._aiohttp.ClientSession(
                 connector=self._aiohttp.TCPConnector(limit=MAX_CONNECTIONS), trust_env=False
             )
+            # Otherwise it repeats some requests itself, and hides that the first may have been carried out. There is no
+            # public switch.
+            self._session._retry_connection = False
         return self._session
 
 

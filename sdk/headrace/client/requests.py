@@ -113,12 +113,13 @@ def run_operation(
 class ApiCall(Generic[T]):
     """A request and the reader of its response.
 
-    ``repeatable``: the request is idempotent. ``rebuild`` makes a long poll again with another wait.
+    The request is safe to repeat. ``key``: the client-made key by which the service recognizes a repeat, if the request
+    has one. ``rebuild`` makes a long poll again with another wait.
     """
 
     request: ApiRequest
     read: Callable[[ApiResponse], T]
-    repeatable: bool = True
+    key: str = ""
     rebuild: Callable[[float], ApiRequest] | None = None
 
     def waiting(self, wait_s: float) -> ApiCall[T]:

@@ -53,8 +53,8 @@ class CommandedScheduler(Scheduler):
     def hand_back(self, request: messages.ReturnRequest, now: float) -> None:
         leases.hand_back(self.state_at(now), request, now)
 
-    def drain_worker(self, worker: str, now: float) -> None:
-        leases.drain_worker(self.state_at(now), worker, now)
+    def drain_worker(self, worker: str, now: float, key: str = "") -> None:
+        leases.drain_worker(self.state_at(now), worker, key, now)
 
     def judge(self, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:
         return submissions.judge(self.state_at(now), worker, nonce, outcome, now)

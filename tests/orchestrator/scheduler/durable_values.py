@@ -20,6 +20,7 @@ def durable_values(state: SchedulerState) -> dict[str, Any]:
             worker.name: sorted(worker.attempts) for worker in state.workers.by_name.values() if worker.attempts
         },
         "draining": sorted(state.workers.draining),
+        "drain_keys": dict(state.workers.drain_keys),
     }
 
 
@@ -80,6 +81,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "ends": dict(run.episode_ends),
         "rewards": list(run.rewards),
         "recent": list(run.recent_failures),
+        "rewinds": dict(run.rewinds),
         "kills": {key: list(kills) for key, kills in run.kills.items()},
         "quarantined": dict(run.quarantined),
     }

@@ -19,8 +19,8 @@ from headrace.errors import (
     StoreError,
     Unavailable,
     UnknownRun,
+    UnknownServer,
 )
-from headrace.trajectory import Version
 from headrace.wire import messages
 from tests.sdk.client.both_clients import CLIENTS, Connect
 from tests.sdk.client.routes import PULL, SPEC, run_status
@@ -171,7 +171,9 @@ def test_an_error_of_the_service_is_raised_as_its_own_class(stub: StubServer, co
 # Retries
 
 
-def test_idempotent_calls_are_repeated_until_there_is_a_response(stub: StubServer, connect: Connect) -> None:
+def test_every_call_is_safe_to_repeat_and_is_repeated_until_there_is_a_response(
+    stub: StubServer, connect: Connect
+) -> None:
     starting = problem(Unavailable("Reading the log."))
     stub.on("GET /v1/runs", NO_RESPONSE, starting, page(502), Reply(200, b"[]" * 5, cut=True), ok([]))
     with connect() as client:
@@ -184,6 +186,19 @@ def test_an_outage_longer_than_retry_for_s_raises_unavailable(connect: Connect, 
     with connect(retry_for_s=0.1) as client, pytest.raises(Unavailable, match="No response") as caught:
         client.runs()
     assert caught.value.extra["outcome"] == "unknown"
+
+
+def test_an_outage_raises_its_error_with_the_key_of_the_call(connect: Connect, stub: StubServer) -> None:
+    stub.on("POST /v1/runs/guess/rewind", NO_RESPONSE)
+    stub.on("POST /v1/runs/guess/evaluations", NO_RESPONSE)
+    with connect(retry_for_s=0.1) as client:
+        with pytest.raises(Unavailable) as rewind:
+            client.rewind("guess", "0.2")
+        with pytest.raises(Unavailable) as evaluate:
+            client.evaluate("guess", [{"environment": "e"}], key="nightly")
+    sent = {request.json["key"] for request in stub.requests_to("POST /v1/runs/guess/rewind")}
+    assert sent == {rewind.value.extra["key"]}
+    assert evaluate.value.extra["key"] == "nightly"
 
 
 @pytest.mark.parametrize("kind", CLIENTS, ids=["sync", "async"])
@@ -199,35 +214,57 @@ def test_a_refused_connection_raises_unavailable_with_the_address(kind: Connect)
     assert caught.value.extra["outcome"] == "not-done"
 
 
-def test_a_call_that_is_not_idempotent_is_not_repeated_if_it_may_have_been_carried_out(
+def test_a_call_that_changes_something_is_recognized_as_a_repeat_by_a_key(stub: StubServer, connect: Connect) -> None:
+    done = messages.EvaluationReply(epoch=1, evaluation="e", version="0.1", wanted=1, done=1, finished=True, hold_s=0.0)
+    stub.on("POST /v1/runs/guess/rewind", NO_RESPONSE, ok(messages.VersionReply(epoch=1, version="1.2")))
+    stub.on("POST /v1/runs/guess/evaluations", page(502), NO_RESPONSE, ok(done))
+    stub.on("POST /v1/workers/w/drain", NO_RESPONSE, ok({}))
+    with connect() as client:
+        assert client.rewind("guess", "0.2").version == "1.2"
+        assert client.evaluate("guess", [{"environment": "e"}]) == done
+        client.drain_worker("w")
+    for route, tries in (("rewind", 2), ("evaluations", 3)):
+        keys = [request.json["key"] for request in stub.requests_to(f"POST /v1/runs/guess/{route}")]
+        assert len(keys) == tries
+        assert len(set(keys)) == 1
+        assert keys[0]
+    drains = [request.path for request in stub.requests if "drain" in request.path]
+    assert len(drains) == 2
+    assert len(set(drains)) == 1
+
+
+def test_a_server_whose_removal_was_answered_with_a_broken_connection_is_removed(
     stub: StubServer, connect: Connect
 ) -> None:
-    stub.on("POST /v1/runs/guess/rewind", NO_RESPONSE)
-    stub.on("POST /v1/runs/guess/evaluations", NO_RESPONSE)
+    gone = problem(UnknownServer("No such server."))
+    stub.on("DELETE /v1/runs/guess/servers", NO_RESPONSE, gone)
     with connect() as client:
-        with pytest.raises(Unavailable):
-            client.rewind("guess", "0.2")
-        with pytest.raises(Unavailable):
-            client.evaluate("guess", [{"environment": "e"}])
-    assert len(stub.requests) == 2
+        client.remove_server("guess", "http://127.0.0.1:1")
+        with pytest.raises(UnknownServer):
+            client.remove_server("guess", "http://127.0.0.1:1")
 
 
-def test_a_call_that_was_certainly_not_carried_out_is_repeated(stub: StubServer, connect: Connect) -> None:
-    reply = messages.VersionReply(epoch=1, version="1.2")
-    stub.on("POST /v1/runs/guess/rewind", problem(Unavailable("Starting.")), ok(reply))
-    with connect() as client:
-        assert client.rewind("guess", Version(0, 2)).version == "1.2"
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+def test_a_request_is_sent_once_the_operations_repeat_it(method: str, stub: StubServer, connect: Connect) -> None:
+    calls = {
+        "GET": ("GET /v1/runs", lambda client: client.runs()),
+        "POST": ("POST /v1/runs/guess/close", lambda client: client.close_run("guess")),
+        "DELETE": ("DELETE /v1/runs/guess/servers", lambda client: client.remove_server("guess", "http://127.0.0.1:1")),
+    }
+    route, call = calls[method]
+    stub.on(route, NO_RESPONSE)
+    with connect(retry_for_s=0.0) as client, pytest.raises(Unavailable):
+        call(client)
+    assert len(stub.requests_to(route)) == 1
 
 
 def test_a_full_disk_is_treated_like_an_outage(stub: StubServer, connect: Connect) -> None:
     full = problem(StoreError("The log cannot be written: No space left on device."))
     stub.on("GET /v1/runs", full, full, ok([]))
-    stub.on("POST /v1/runs/guess/rewind", full)
+    stub.on("POST /v1/runs/guess/rewind", full, ok(messages.VersionReply(epoch=1, version="1.2")))
     with connect() as client:
         assert client.runs() == []
-        with pytest.raises(StoreError):  # it may be stored nevertheless, and must not be carried out twice
-            client.rewind("guess", "0.2")
-    assert len(stub.requests_to("POST /v1/runs/guess/rewind")) == 1
+        assert client.rewind("guess", "0.2").version == "1.2"
     stub.on("GET /v1/runs/guess", full)
     with connect(retry_for_s=0.0) as client, pytest.raises(StoreError, match="No space left"):
         client.run("guess")

@@ -238,6 +238,8 @@ def _key_at(run: Run, position: int) -> bytes | None:
 
 
 def worker_draining(state: SchedulerState, event: events.WorkerDraining, now: float) -> None:
+    if event.key:
+        remember(state.workers.drain_keys, event.key, event.worker)
     if event.over:
         state.workers.draining.discard(event.worker)
     else:

@@ -9,7 +9,12 @@ from collections.abc import Callable
 
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
-from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES
+from headrace_orchestrator.scheduler.state.run import (
+    REMEMBERED_EVALUATIONS,
+    REMEMBERED_LINES,
+    REMEMBERED_REWINDS,
+    remember,
+)
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState, stored_run
 
 
@@ -23,7 +28,10 @@ def run_closed(state: SchedulerState, event: events.RunClosed, now: float) -> No
 
 
 def version_announced(state: SchedulerState, event: events.VersionAnnounced, now: float) -> None:
-    state.runs[event.run].announce(event.version, event.fork, event.weights)
+    run = state.runs[event.run]
+    run.announce(event.version, event.fork, event.weights)
+    if event.key:
+        remember(run.rewinds, event.key, event.version, REMEMBERED_REWINDS)
 
 
 def weights_loaded(state: SchedulerState, event: events.WeightsLoaded, now: float) -> None:

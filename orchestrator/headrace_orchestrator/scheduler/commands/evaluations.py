@@ -16,7 +16,10 @@ from headrace_orchestrator.scheduler.state.versions import parse_version
 
 
 def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, now: float) -> str:
-    """Admit the groups of an evaluation; returns its id."""
+    """Admit the groups of an evaluation; returns its id. A request with the key of an earlier one gets its id."""
+    if (known := run.evaluations.get(request.key)) is not None:
+        _require_repeat(run, known, request)
+        return known.id
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
     tasks = [parse_task(task, str(index)) for index, task in enumerate(request.tasks)]
@@ -38,7 +41,7 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
             f"Run {run.name} has no version {version}; the current version is {run.versions.now}.",
             hint="Evaluate the current version, or one that it descends from.",
         )
-    id = state.new_id()
+    id = request.key or state.new_id()
     started = events.EvaluationStarted(
         run=run.name,
         evaluation=id,
@@ -51,6 +54,16 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
     for task in tasks:
         follow_ups.admit_group(state, run, state.new_id(), task, request.episodes_per_task, now, evaluation=id)
     return id
+
+
+def _require_repeat(run: Run, known: Evaluation, request: messages.EvaluationRequest) -> None:
+    """Raise Conflict if the request is not that for the evaluation."""
+    same = (known.wanted, known.temperature) == (len(request.tasks) * request.episodes_per_task, request.temperature)
+    if not same or request.version not in ("", str(known.version)):
+        raise Conflict(
+            f"Run {run.name} has an evaluation {known.id!r} with other tasks or settings.",
+            hint="Give each evaluation a key of its own, or none.",
+        )
 
 
 def report(state: SchedulerState, run: Run, id: str, now: float) -> messages.EvaluationReply:

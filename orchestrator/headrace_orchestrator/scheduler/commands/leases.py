@@ -124,10 +124,13 @@ def hand_back(state: SchedulerState, request: messages.ReturnRequest, now: float
         follow_ups.settle(state, run, now)
 
 
-def drain_worker(state: SchedulerState, worker: str, now: float) -> None:
-    """Give the worker no new attempts until it has gone."""
-    if worker not in state.workers.draining:
-        emit(state, events.WorkerDraining(worker=worker), now)
+def drain_worker(state: SchedulerState, worker: str, key: str, now: float) -> None:
+    """Give the worker no new attempts until it has gone. A repeated request, which has the key of the first one, does
+    not drain a later process of the name."""
+    if key in state.workers.drain_keys:
+        return
+    if key or worker not in state.workers.draining:
+        emit(state, events.WorkerDraining(worker=worker, key=key), now)
 
 
 def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool:

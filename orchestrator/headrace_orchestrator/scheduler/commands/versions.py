@@ -2,12 +2,13 @@
 
 * A version follows the one before in its lineage; gaps are versions that were skipped. Repeating one changes nothing.
 * Groups that an announcement leaves too far behind are retired as a unit; a leased batch may still be acked.
+* A rewind with the key of an earlier one changes nothing, and gets its reply.
 * A rewind opens a lineage; groups with a row above the fork retire, batches with such a group are dissolved.
 """
 
 from __future__ import annotations
 
-from headrace.errors import VersionConflict, VersionUnknown
+from headrace.errors import Conflict, VersionConflict, VersionUnknown
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace.wire.messages import Weights
@@ -58,13 +59,18 @@ def same_weights_as(run: Run, version: Version | None, weights: Weights | None) 
 def rewind(state: SchedulerState, run: Run, request: messages.RewindRequest, now: float) -> messages.VersionReply:
     """Fork a new lineage from an earlier version."""
     fork = parse_version(request.version)
+    opened = run.rewinds.get(request.key)
+    if opened is not None and opened.n != fork.n:
+        raise Conflict(f"The key {request.key!r} belongs to a rewind of run {run.name} to another version.")
+    if opened is not None:
+        return messages.VersionReply(epoch=state.epoch, version=str(opened))
     if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
         raise VersionUnknown(
             f"Run {run.name} has no version {fork} on the way to {run.versions.now}.",
             hint="Rewind to a version that the current one descends from.",
         )
     version = Version(len(run.versions.forks), fork.n)
-    emit(state, events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
+    emit(state, events.VersionAnnounced(run=run.name, version=version, fork=fork, key=request.key), now)
     follow_ups.retire_out_of_bound(state, run, now)
     follow_ups.settle(state, run, now)
     return _version_reply(state, run)

@@ -48,6 +48,9 @@ PROMPT_TOO_LONG, NOT_TRAINED = "prompt-too-long", "not-trained"
 REMEMBERED_EVALUATIONS = 256
 """Evaluations whose lines are kept in memory; the trajectories of older ones are in the store."""
 
+REMEMBERED_REWINDS = 256
+"""Rewinds whose keys are remembered, so that a repeated request opens no other lineage."""
+
 REMEMBERED_LINES = 65_536
 """Episodes of these evaluations: a few dozen megabytes, in memory and in every control state."""
 
@@ -125,6 +128,8 @@ class Run:
         self.task_kinds = kinds_of(spec)
         self.closed = False
         self.versions = Versions()
+        #: The versions that rewinds opened, by the keys of their requests.
+        self.rewinds: dict[str, Version] = {}
         self.policy_servers = PolicyServersState(spec.policy.endpoints)
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.

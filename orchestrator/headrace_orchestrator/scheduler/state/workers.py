@@ -1,6 +1,6 @@
 """Workers: the last request of each, its attempts, and the time at which the first of its leases may run out.
 
-All of it is soft except the attempts, which events assign to their workers, and the draining workers.
+All of it is soft except the attempts, which events assign to their workers, and the drained workers.
 
 * A worker that sent nothing for a lease term is silent, and its slots do not count, until it is heard again.
 * A drain is over when its worker is gone; a later process of the same name gets work.
@@ -90,6 +90,8 @@ class Workers:
     def __init__(self) -> None:
         self.by_name: dict[str, WorkerState] = {}
         self.draining: set[str] = set()
+        #: Workers that were drained, by the keys of the requests.
+        self.drain_keys: dict[str, str] = {}
         #: Slots of the workers of each pool that are not silent.
         self.slots: Counter[str] = Counter()
         #: Moments and names; of a worker's entries only the one at ``WorkerState.watched`` counts.

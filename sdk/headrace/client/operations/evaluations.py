@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from headrace.client.operations.groups import TaskLike, plain_task
@@ -24,13 +25,16 @@ class EvaluationOperations(RetryingOperations):
         version: str = "",
         temperature: float | None = None,
         deadline_s: float = 600.0,
+        key: str = "",
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> Operation[messages.EvaluationReply]:
         """Run episodes outside of training, pinned to a version (default: the current one).
 
         ``temperature`` 0 is greedy; None is the run's. The service cancels unfinished episodes after ``deadline_s``.
-        With ``wait`` this returns when the evaluation is finished, or after ``timeout_s``: then check ``finished``.
+        ``key`` becomes the evaluation's id; default: a new one. A call with the key of an earlier one, as after a
+        restart, gets that evaluation. With ``wait`` this returns when the evaluation is finished, or after
+        ``timeout_s``: then check ``finished``.
         """
         body = messages.EvaluationRequest(
             tasks=[plain_task(task) for task in tasks],
@@ -38,9 +42,10 @@ class EvaluationOperations(RetryingOperations):
             version=version,
             temperature=temperature,
             deadline_s=deadline_s,
+            key=key or uuid.uuid4().hex,
         )
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        reply = yield from self.post(messages.EvaluationReply, "runs", run, "evaluations", body=body, repeatable=False)
+        reply = yield from self.post(messages.EvaluationReply, "runs", run, "evaluations", body=body, key=body.key)
         while wait and not reply.finished:
             sent_at = self.clock()
             if deadline is not None and sent_at >= deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.client.operations.retries import RetryingOperations
 from headrace.client.requests import Operation
+from headrace.errors import UnknownServer
 from headrace.wire import messages
 
 
@@ -28,4 +29,10 @@ class PolicyServerOperations(RetryingOperations):
 
     def remove_server(self, run: str, address: str) -> Operation[None]:
         """Remove a policy server from the run. Raises UnknownServer."""
-        return self.command("DELETE", "runs", run, "servers", body=messages.PolicyServerRequest(address=address))
+        try:
+            yield from self.command(
+                "DELETE", "runs", run, "servers", body=messages.PolicyServerRequest(address=address)
+            )
+        except UnknownServer as error:
+            if not error.extra.get("repeated"):
+                raise

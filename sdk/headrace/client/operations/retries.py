@@ -1,9 +1,8 @@
 """The base of all operations: requests with retries.
 
-* Idempotent calls are repeated until there is a response.
-* An outage longer than ``retry_for_s`` raises its error, ``Unavailable`` as a rule.
-* A call that is not idempotent is not repeated if it may have been carried out.
-* A call that was certainly not carried out is repeated, idempotent or not.
+* Every call is safe to repeat, and is repeated until there is a response.
+* A call that changes something is recognized as a repeat by a key: a name in it, or an id that the client made.
+* An outage longer than ``retry_for_s`` raises its error, ``Unavailable`` as a rule, with the key of the call.
 * A full disk is treated like an outage: the refused call is repeated until the disk accepts data again.
 
 The retry policy is exponential backoff with jitter. Each response ends an outage, so a pull continues for as long as
@@ -23,7 +22,7 @@ import msgspec
 
 from headrace.client.requests import ApiCall, ApiRequest, Operation, Sleep, check_response, json_reader, request
 from headrace.client.responses import read_nothing
-from headrace.errors import Conflict, ServiceError, StoreError, Unavailable
+from headrace.errors import Conflict, NotFound, ServiceError, StoreError, Unavailable
 from headrace.http.problems import GATEWAY_STATUSES
 
 T = TypeVar("T")
@@ -56,7 +55,8 @@ class RetryingOperations:
     def call(self, call: ApiCall[T], *, retry_for_s: float | None = None) -> Operation[T]:
         """Send a request until there is a response.
 
-        A ``Conflict`` has ``extra["repeated"] = True`` if it may come from an earlier try whose response was lost.
+        A ``Conflict`` or ``NotFound`` has ``extra["repeated"] = True`` if an earlier try, whose response was lost, may
+        have caused it.
         """
         give_up_at = self.clock() + (self.retry_for_s if retry_for_s is None else retry_for_s)
         delay = FIRST_DELAY_S
@@ -71,12 +71,15 @@ class RetryingOperations:
             except (Unavailable, StoreError) as error:
                 unsure = unsure or isinstance(error, StoreError) or error.extra.get("outcome") == "unknown"
                 pause = delay * (0.5 + self.jitter() / 2)
-                if (unsure and not call.repeatable) or self.clock() + pause > give_up_at:
+                if self.clock() + pause > give_up_at:
+                    if call.key:
+                        error.extra["key"] = call.key
                     raise
                 log.info("%s Trying again in %.2f s.", error.detail, pause)
                 call = self._fit_wait(call, error)
-            except Conflict as error:
-                error.extra["repeated"] = unsure
+            except (Conflict, NotFound) as error:
+                if unsure:
+                    error.extra["repeated"] = True
                 raise
             yield Sleep(pause)
             delay = min(2 * delay, MAX_DELAY_S)
@@ -101,11 +104,9 @@ class RetryingOperations:
 
         return self.call(ApiCall(request=build(wait_s), read=json_reader(kind), rebuild=build))
 
-    def post(self, kind: type[T], *parts: str, body: msgspec.Struct | Any, repeatable: bool = True) -> Operation[T]:
+    def post(self, kind: type[T], *parts: str, body: msgspec.Struct | Any, key: str = "") -> Operation[T]:
         """POST the body to ``/v1/<parts>``, which responds with that type as JSON."""
-        return self.call(
-            ApiCall(request=request("POST", *parts, body=body), read=json_reader(kind), repeatable=repeatable)
-        )
+        return self.call(ApiCall(request=request("POST", *parts, body=body), read=json_reader(kind), key=key))
 
     def command(
         self, method: str, *parts: str, body: msgspec.Struct | None = None, retry_for_s: float | None = None

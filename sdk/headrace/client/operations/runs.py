@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.client.operations.retries import RetryingOperations
-from headrace.client.requests import Operation
+from headrace.client.requests import ApiCall, Operation, request
+from headrace.client.responses import read_nothing
 from headrace.errors import RunExists
 from headrace.runspec import RunSpec, parse_run_spec, read_run_spec
 from headrace.wire import messages
@@ -50,4 +52,6 @@ class RunOperations(RetryingOperations):
 
     def drain_worker(self, worker: str) -> Operation[None]:
         """Drain a worker: it gets no new episodes, and exits when its current ones are over."""
-        return self.command("POST", "workers", worker, "drain")
+        key = uuid.uuid4().hex
+        drain = request("POST", "workers", worker, "drain", query={"key": key})
+        return self.call(ApiCall(request=drain, read=read_nothing, key=key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 
 import msgspec
 
@@ -79,14 +80,18 @@ class VersionOperations(RunOperations):
                 return messages.VersionReply(epoch=self.epoch, version=current)
             raise
 
-    def rewind(self, run: str, version: VersionLike) -> Operation[messages.VersionReply]:
-        """Go back to a checkpoint, named in full as in ``"0.12"``. This opens a new lineage, which the reply names."""
+    def rewind(self, run: str, version: VersionLike, *, key: str = "") -> Operation[messages.VersionReply]:
+        """Go back to a checkpoint, named in full as in ``"0.12"``. This opens a new lineage, which the reply names.
+
+        ``key``: a name of this call; default: a new one. A call with the key of an earlier one, as after a restart,
+        opens nothing, and gets the same reply.
+        """
         if isinstance(version, int):
             raise InvalidRequest(
                 f"Rewind to {version} does not name a lineage.", hint="Name the checkpoint in full, as in '0.12'."
             )
-        body = messages.RewindRequest(version=str(version))
-        return (yield from self.post(messages.VersionReply, "runs", run, "rewind", body=body, repeatable=False))
+        body = messages.RewindRequest(version=str(version), key=key or uuid.uuid4().hex)
+        return (yield from self.post(messages.VersionReply, "runs", run, "rewind", body=body, key=body.key))
 
     def hold(self, run: str, wait_s: float = 0.0) -> Operation[messages.HoldReply]:
         """Ask if weights may be replaced now; wait up to ``wait_s`` for evaluations that need the old ones."""

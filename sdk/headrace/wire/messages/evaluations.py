@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.trajectory import Failure, Status, Task
-from headrace.wire.messages.fields import Duration, Temperature
+from headrace.wire.messages.fields import CallKey, Duration, Temperature
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,6 +21,8 @@ class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     temperature: Temperature | None = None
     """Default: the run's. 0, or ``MIN_TEMPERATURE`` and more."""
     deadline_s: Duration = 600.0
+    key: CallKey = ""
+    """The id of the evaluation. A request with the key of an earlier one gets that evaluation. Default: a new id."""
 
 
 class EvaluationEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,6 +10,9 @@ from headrace.bounds import MAX_ENTRIES, MAX_LABEL, MAX_REFERENCE, MAX_SECONDS, 
 
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 
+CallKey = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+"""A name of one call, made by the client, by which the service recognizes a repeat."""
+
 Labels = Annotated[list[Label], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 Reference = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REFERENCE)]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.bounds import MAX_LABEL
+from headrace.wire.messages.fields import CallKey
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,9 +41,11 @@ class VersionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Goes back to a checkpoint: opens a new lineage that forks from ``version``."""
+    """Goes back to a checkpoint: opens a new lineage that forks from ``version``. A request with the ``key`` of an
+    earlier one opens nothing, and gets its reply."""
 
     version: str
+    key: CallKey = ""
 
 
 class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

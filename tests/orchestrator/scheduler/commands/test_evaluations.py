@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import (
+    Conflict,
     InvalidRequest,
     InvalidTrajectory,
     UnknownEvaluation,
@@ -130,3 +131,18 @@ def test_an_evaluation_needs_tasks_and_a_known_version(harness):
     assert harness.core.evaluation("r", harness.evaluate(version="0.1"), harness.now).hold_s == 0.0
     with pytest.raises(UnknownEvaluation):
         harness.core.evaluation("r", "none", harness.now)
+
+
+def test_a_request_with_the_key_of_an_earlier_evaluation_gets_that_one(harness):
+    harness.run(batch_size=4)
+    assert harness.evaluate(2, key="nightly") == "nightly"
+    harness.announce("0.1")
+    admitted = len(harness.events_of(events.GroupAdmitted))
+    assert harness.evaluate(2, key="nightly") == "nightly"
+    harness.restart()
+    assert harness.evaluate(2, key="nightly") == "nightly"
+    assert len(harness.events_of(events.EvaluationStarted)) == 1
+    assert len(harness.events_of(events.GroupAdmitted)) == admitted
+    with pytest.raises(Conflict, match="with other tasks"):
+        harness.evaluate(3, key="nightly")
+    assert harness.evaluate(2) != harness.evaluate(2), "without a key each is a new one"

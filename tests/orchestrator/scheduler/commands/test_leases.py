@@ -151,6 +151,21 @@ def test_a_drain_ends_with_the_process_and_not_with_its_name(harness):
     assert (reply.drain, len(reply.attempts)) == (False, 1)
 
 
+def test_a_repeated_drain_does_not_drain_a_later_process_of_the_name(harness):
+    harness.run(group_size=4, batch_size=4)
+    harness.lease(1, "w0", instance="first")
+    harness.core.drain_worker("w0", harness.now, key="k")
+    harness.settle()
+    harness.restart(harness.restored(harness.core.snapshot()))
+    assert not harness.lease_reply(1, "w0", instance="second", holding=[]).drain
+    harness.core.drain_worker("w0", harness.now, key="k")
+    assert harness.settle() == []
+    assert not harness.lease_reply(1, "w0", instance="second").drain
+    harness.core.drain_worker("w0", harness.now, key="other")
+    harness.settle()
+    assert harness.lease_reply(1, "w0", instance="second").drain
+
+
 def test_a_draining_worker_gets_nothing_new(harness):
     harness.run()
     harness.lease(1)

@@ -6,10 +6,12 @@ import pytest
 
 from headrace.errors import (
     BatchSuperseded,
+    Conflict,
     InvalidRequest,
     VersionConflict,
     VersionUnknown,
 )
+from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.harness import version
 
@@ -120,3 +122,21 @@ def test_distance_counts_along_the_path_from_the_current_version_back_to_the_roo
     assert harness.retired() == {b.group: "stale"}
     assert harness.finish(c, low=version("0.5")) == "accepted"
     assert harness.retired() == {b.group: "stale", c.group: "rewound"}
+
+
+def test_a_rewind_with_the_key_of_an_earlier_one_changes_nothing_and_gets_its_reply(harness):
+    harness.run()
+    for number in (1, 2, 3):
+        harness.announce(f"0.{number}")
+    first = harness.core.rewind("r", messages.RewindRequest(version="0.1", key="k"), harness.now)
+    assert first.version == "1.1"
+    harness.settle()
+    harness.announce("1.2")
+    harness.restart(harness.restored(harness.core.snapshot()))
+    again = harness.core.rewind("r", messages.RewindRequest(version="0.1", key="k"), harness.now)
+    assert (again.version, harness.settle()) == ("1.1", [])
+    assert harness.status().version == "1.2"
+    with pytest.raises(Conflict, match="another version"):
+        harness.core.rewind("r", messages.RewindRequest(version="0.2", key="k"), harness.now)
+    assert harness.core.rewind("r", messages.RewindRequest(version="0.1", key="other"), harness.now).version == "2.1"
+    harness.settle()
