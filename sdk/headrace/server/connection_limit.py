@@ -5,7 +5,8 @@
 * At the limit the oldest connection on which no token was accepted is closed first, then the one with an accepted token
   that is idle for longest.
 * A connection is refused only if every other one has an accepted token and carries a request.
-* Connections on which no token was accepted have a lower limit of their own, because anyone may open them.
+* Connections on which no token was accepted have a lower limit of their own, because anyone may open them. It holds for
+  those that had time to send a request: after a restart a whole fleet connects at once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ MAX_CONNECTIONS = 16_384
 
 MAX_UNKNOWN = 1024
 """Most connections without an accepted token. Each can make the service hold up to 0.5 MB."""
+
+FIRST_REQUEST_S = 2.0
+"""Seconds in which a client should have sent its first request, even if thousands connect at the same time."""
 
 WARNING_INTERVAL_S = 60.0
 """Seconds between two warnings that connections are closed."""
@@ -56,22 +60,23 @@ class ConnectionLimit:
         self.most = most
         self.most_unknown = min(most_unknown, most)
         self._clock = clock
-        self._unknown: dict[Connection, None] = {}  # the oldest first
+        self._unknown: dict[Connection, float] = {}  # with the time of its opening, the oldest first
         self._accepted: dict[Connection, None] = {}
         self._closed = 0
         self._warned_at = float("-inf")
 
     def open(self, connection: Connection) -> bool:
         """Add a new connection, and close another one at the limit. False if the new one must be closed instead."""
+        now = self._clock()
         is_full = len(self._unknown) + len(self._accepted) >= self.most
-        if is_full or len(self._unknown) >= self.most_unknown:
+        if is_full or (len(self._unknown) >= self.most_unknown and self._has_late_one(now)):
             other = self._oldest_unknown() or (self._longest_idle() if is_full else None)
-            self._count_closed()
+            self._count_closed(now)
             if other is None:
                 return False
             self.remove(other)
             other.abort()
-        self._unknown[connection] = None
+        self._unknown[connection] = now
         return True
 
     def accept(self, connection: Connection) -> None:
@@ -85,23 +90,24 @@ class ConnectionLimit:
         self._unknown.pop(connection, None)
         self._accepted.pop(connection, None)
 
+    def _has_late_one(self, now: float) -> bool:
+        return now - next(iter(self._unknown.values())) >= FIRST_REQUEST_S
+
     def _oldest_unknown(self) -> Connection | None:
         """The oldest connection without an accepted token. Those whose request is being handled move to the end."""
         for _ in range(len(self._unknown)):
             connection = next(iter(self._unknown))
             if connection.waits_for_client:
                 return connection
-            del self._unknown[connection]
-            self._unknown[connection] = None
+            self._unknown[connection] = self._unknown.pop(connection)
         return None
 
     def _longest_idle(self) -> Connection | None:
         idle = [(since, connection) for connection in self._accepted if (since := connection.idle_since) is not None]
         return min(idle, key=lambda entry: entry[0])[1] if idle else None
 
-    def _count_closed(self) -> None:
+    def _count_closed(self, now: float) -> None:
         self._closed += 1
-        now = self._clock()
         if now - self._warned_at >= WARNING_INTERVAL_S:
             self._warned_at = now
             log.warning("too many connections", limit=self.most, without_token=len(self._unknown), closed=self._closed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import resource
 import socket
 import subprocess
@@ -13,7 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.server.connection_limit import ConnectionLimit, limit_for_descriptors, raise_descriptor_limit
+from headrace.server.connection_limit import (
+    FIRST_REQUEST_S,
+    ConnectionLimit,
+    limit_for_descriptors,
+    raise_descriptor_limit,
+)
 
 
 class Connection:
@@ -27,8 +34,9 @@ class Connection:
         self.aborted = True
 
 
-def limit_of(most: int, most_unknown: int = 1000) -> ConnectionLimit:
-    return ConnectionLimit(most, most_unknown, lambda: 0.0)
+def limit_of(most: int, most_unknown: int = 1000, *, step_s: float = 0.0) -> ConnectionLimit:
+    """A limit whose clock advances by ``step_s`` with each reading."""
+    return ConnectionLimit(most, most_unknown, functools.partial(next, itertools.count(0.0, step_s)))
 
 
 def opened(limit: ConnectionLimit, *connections: Connection, accept: bool = False) -> None:
@@ -72,7 +80,7 @@ def test_a_connection_is_refused_only_if_every_other_one_has_an_accepted_token_a
 
 
 def test_connections_on_which_no_token_was_accepted_have_a_lower_limit_of_their_own():
-    limit = limit_of(100, most_unknown=2)
+    limit = limit_of(100, most_unknown=2, step_s=FIRST_REQUEST_S)
     workers = [Connection() for _ in range(10)]
     for worker in workers:
         opened(limit, worker, accept=True)
@@ -82,9 +90,19 @@ def test_connections_on_which_no_token_was_accepted_have_a_lower_limit_of_their_
     assert not any(worker.aborted for worker in workers)
 
 
+def test_that_limit_holds_for_those_that_had_time_to_send_a_request():
+    limit = limit_of(100, most_unknown=2, step_s=FIRST_REQUEST_S / 20)
+    fleet = [Connection() for _ in range(20)]
+    opened(limit, *fleet)
+    assert not any(connection.aborted for connection in fleet)
+    late = Connection()
+    opened(limit, late)
+    assert [connection.aborted for connection in fleet] == [True, *[False] * 19]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["open", "accept", "remove"]), st.integers(0, 30)), max_size=60))
 def test_the_open_connections_never_exceed_the_limits(steps: list[tuple[str, int]]):
-    limit = limit_of(5, most_unknown=3)
+    limit = limit_of(5, most_unknown=3, step_s=FIRST_REQUEST_S)
     connections = {n: Connection(waits_for_client=n % 3 > 0, idle_since=n if n % 2 else None) for n in range(31)}
     live: dict[Connection, bool] = {}  # with whether a token was accepted
     for step, number in steps:
