@@ -102,7 +102,7 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
                 for field in route.query
             ),
         ],
-        "responses": responses,
+        "responses": dict(sorted(responses.items())),
         "security": [{"token": sorted(route.roles)}] if route.roles else [],
     }
     if route.request is not None:

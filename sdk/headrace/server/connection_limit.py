@@ -1,6 +1,5 @@
 """Limit of the open connections of a service.
 
-* The soft limit of this process's descriptors is raised to the hard one.
 * Connections leave descriptors in reserve for everything else that the service opens.
 * At the limit the oldest connection on which no token was accepted is closed first, then the one with an accepted token
   that is idle for longest.
@@ -69,8 +68,9 @@ class ConnectionLimit:
         """Add a new connection, and close another one at the limit. False if the new one must be closed instead."""
         now = self._clock()
         is_full = len(self._unknown) + len(self._accepted) >= self.most
-        if is_full or (len(self._unknown) >= self.most_unknown and self._has_late_one(now)):
-            other = self._oldest_unknown() or (self._longest_idle() if is_full else None)
+        is_full_of_unknown = len(self._unknown) >= self.most_unknown and self._has_late_one(now)
+        if is_full or is_full_of_unknown:
+            other = self._oldest_unknown() or (None if is_full_of_unknown else self._longest_idle())
             self._count_closed(now)
             if other is None:
                 return False
@@ -112,12 +112,6 @@ class ConnectionLimit:
             self._warned_at = now
             log.warning("too many connections", limit=self.most, without_token=len(self._unknown), closed=self._closed)
             self._closed = 0
-
-
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of this process's descriptors to the hard one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def limit_for_descriptors(clock: Callable[[], float]) -> ConnectionLimit:

@@ -19,7 +19,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from headrace.server.connection_limit import limit_for_descriptors, raise_descriptor_limit
+from headrace.server.connection_limit import limit_for_descriptors
+from headrace.server.descriptors import raise_descriptor_limit
 from headrace.server.listener import BACKLOG
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace.server.uvicorn_protocol import HttpProtocol, HttpServer, require_supported_uvicorn

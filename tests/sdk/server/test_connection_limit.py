@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,6 @@ from headrace.server.connection_limit import (
     FIRST_REQUEST_S,
     ConnectionLimit,
     limit_for_descriptors,
-    raise_descriptor_limit,
 )
 
 
@@ -118,21 +116,6 @@ def test_the_open_connections_never_exceed_the_limits(steps: list[tuple[str, int
         live = {connection: accepted for connection, accepted in live.items() if not connection.aborted}
         assert len(live) <= 5
         assert sum(not accepted for accepted in live.values()) <= 3
-
-
-@pytest.fixture
-def descriptors() -> Iterator[int]:
-    """The hard limit, with a lower soft limit until the test ends."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-    yield hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_the_soft_limit_of_this_processs_descriptors_is_raised_to_the_hard_one(descriptors: int):
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] < descriptors
-    raise_descriptor_limit()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (descriptors, descriptors)
 
 
 @pytest.mark.parametrize(("soft", "most"), [(1024, 768), (300, 150), (1 << 20, 16_384), (-1, 16_384)])

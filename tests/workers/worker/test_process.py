@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -63,6 +64,18 @@ async def test_sigterm_exits_with_0_after_all_records_are_submitted_and_logs_are
     assert [line["event"] for line in lines] == ["worker starts", "worker ends"]
     assert {record.provenance.worker for record in stub.records} == {"w-1"}
     assert {record.status for record in stub.records} == {"finished"}
+
+
+async def test_its_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with orchestrating() as stub:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        try:
+            async with process(stub, "--policy", "tests.workers.null_policy:make") as child:
+                await stub.until(lambda: stub.leases)
+                assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_second_sigterm_returns_attempts_at_once() -> None:

@@ -1,6 +1,7 @@
 """The worker as a process: event loop, signals, exit code.
 
 * SIGTERM and SIGINT stop it gracefully; a second one makes it return its attempts at once.
+* Its soft limit of descriptors is raised to the hard one: every slot may have a connection to a policy server.
 * It exits with 0 if every record was submitted and the worker had no defect, else with 1.
 """
 
@@ -16,6 +17,7 @@ import uvloop
 
 from headrace.common.ids import new_id
 from headrace.environment import registered
+from headrace.server.descriptors import raise_descriptor_limit
 from headrace_workers.episode import EnvironmentProcesses, EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
 from headrace_workers.sandboxes import WorkerSandbox
@@ -30,6 +32,7 @@ costs about 5 % of a busy worker's time."""
 
 def run_worker(settings: WorkerSettings, *, policy_endpoints: Sequence[str] = (), policy: str = "") -> int:
     """Run a worker until it is stopped; return its exit code. ``policy``: ``module:factory`` of an in-process one."""
+    raise_descriptor_limit()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     return uvloop.run(_run(settings, policy_endpoints, policy))
