@@ -26,7 +26,7 @@ import numpy.typing as npt
 from headrace.common.registry import Registry
 from headrace.errors import EstimatorFailed, InvalidRequest
 from headrace.moments import Moments
-from headrace.reward_precision import reward_errors
+from headrace.reward_precision import largest_error, reward_errors
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -183,6 +183,9 @@ ESTIMATORS = Registry(
 )
 """The estimators of Headrace. GAE needs the learner's values, and is a separate function."""
 
+_BUILT_IN = frozenset(ESTIMATORS)
+"""Names of estimators whose values need no check."""
+
 
 def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
     """Returns f64[turns]: ``G_t = r_t + gamma * G_{t+1}`` within each agent episode.
@@ -238,13 +241,14 @@ def advantages(
     if estimator.whiten:
         weights = experience.tokens[trained] if weighting == "token" else None
         whitening = Moments.of(values[trained], weights)
-        error = reward_errors(experience.rewards, experience.offsets).min(initial=1.0)
-        values = _whitened(values, whitening, ddof, eps, error)
+        values = _whitened(values, whitening, ddof, eps, _smallest_error(experience, whitening.std()))
     return Estimate(returns, np.where(trained, values, 0.0), groups, whitening)
 
 
 def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools) -> F64:
     """The values of an estimator, f64[turns], finite in float32 for the trained turns. Raises EstimatorFailed."""
+    if name in _BUILT_IN:
+        return estimator.values(inputs)
     hint = "Correct the estimator, or create a run with another one."
     try:
         values = np.asarray(estimator.values(_read_only(inputs)), np.float64)
@@ -350,11 +354,26 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
     mean = first + _sums(index, totals - first[index], count) / at_least_one
     deviation = totals - mean[index]
     m2 = _sums(index, deviation * deviation, count)
-    error = np.full(count, np.inf)
-    np.minimum.at(error, index, reward_errors(experience.rewards, experience.offsets))
-    flat = np.sqrt(m2 / at_least_one) <= error
+    flat = _are_flat(experience, np.sqrt(m2 / at_least_one))
     expected = actual if experience.expected is None else experience.expected
     return GroupStatistics(n, mean, m2, expected, actual, actual == 1, flat & (actual > 1))
+
+
+def _are_flat(experience: Experience, spread: F64) -> Bools:
+    """True for each group whose spread is at most the smallest rounding error of its rewards, bool[groups]."""
+    close = spread <= largest_error(experience.rewards, experience.offsets)
+    if np.any(close & (spread > 0.0)):
+        error = np.full(len(spread), np.inf)
+        np.minimum.at(error, experience.groups, reward_errors(experience.rewards, experience.offsets))
+        return spread <= error
+    return close
+
+
+def _smallest_error(experience: Experience, spread: float) -> float:
+    """The smallest rounding error of any agent episode's rewards; 0 for a spread that is larger than any."""
+    if not 0.0 < spread <= largest_error(experience.rewards, experience.offsets):
+        return 0.0
+    return float(reward_errors(experience.rewards, experience.offsets).min())
 
 
 def _sums(index: I64, values: F64, count: int) -> F64:
