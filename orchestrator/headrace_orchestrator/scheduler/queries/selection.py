@@ -51,7 +51,7 @@ def awaited_group(run: Run, filter: GroupFilter) -> Group | None:
     """
     if not SELECTION_RULES.find(run.spec.selection.order).waits:
         return None
-    steps = len(run.batches_for_any_pull()) + 1
+    steps = len(run.batches) + 1
     slack = run.spec.max_staleness - steps if run.spec.max_uses == 1 else -1
     passed = 0
     for group in run.in_progress.values():

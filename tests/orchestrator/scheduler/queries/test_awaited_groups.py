@@ -166,6 +166,18 @@ def test_a_rule_of_another_package_may_wait_as_well(monkeypatch: pytest.MonkeyPa
     assert oldest_group(harness.empty()).facts["group"] == slow.group
 
 
+def test_a_batch_that_was_pulled_by_name_counts_as_one_that_may_make_a_version(harness: Harness):
+    harness.run(batch_size=1, max_staleness=1)
+    slow, other = harness.lease(2)
+    (named,) = harness.submit("named")
+    harness.finish(harness.lease(1)[0])
+    harness.finish(other)
+    held = harness.batch(groups=[named])
+    assert oldest_group(harness.empty("s2", learner="l2")).facts["group"] == slow.group
+    harness.ack(held)
+    assert harness.batch("s2", learner="l2").groups == [other.group]
+
+
 def test_evaluations_are_not_waited_for(harness: Harness):
     harness.run(batch_size=1, max_staleness=0)
     harness.evaluate(1)
