@@ -21,9 +21,6 @@ import numpy.typing as npt
 
 from headrace.errors import EpisodeFailure, Layer
 
-SCHEMA = 1
-"""Version of this wire schema."""
-
 Status = Literal["finished", "truncated", "failed", "cancelled"]
 """The status of an episode. ``finished``: the environment ended it. ``truncated``: a budget of turns, tokens or working
 time ended it. ``failed``: a failure ended it. ``cancelled``: its result was no longer needed."""

@@ -1,5 +1,6 @@
 """The command group: mounts every command, and turns errors into messages and exit codes in one place.
 
+* A command is imported when it is used, so that a command starts quickly.
 * Commands of other packages mount by entry point.
 * A command whose package is not installed says so.
 * An unexpected error is a message too, and ``--debug`` shows its traceback.
@@ -14,21 +15,26 @@ from typing import Any
 import click
 
 from headrace.errors import HeadraceError, InternalError, InvalidRequest, MissingExtra
-from headrace_orchestrator.cli.backup import backup, restore
-from headrace_orchestrator.cli.close import close
-from headrace_orchestrator.cli.demo.command import demo
-from headrace_orchestrator.cli.doctor import doctor
-from headrace_orchestrator.cli.export import export
-from headrace_orchestrator.cli.fsck import fsck
-from headrace_orchestrator.cli.orchestrator import orchestrator
 from headrace_orchestrator.cli.output import FAILED, USAGE, Shared, exit_code, report
-from headrace_orchestrator.cli.run import run
-from headrace_orchestrator.cli.runs import runs
-from headrace_orchestrator.cli.servers import servers
-from headrace_orchestrator.cli.top import top
-from headrace_orchestrator.cli.trajectories import trajectories
-from headrace_orchestrator.cli.up import up
-from headrace_orchestrator.cli.version import version
+
+COMMANDS = {
+    "backup": "headrace_orchestrator.cli.backup:backup",
+    "close": "headrace_orchestrator.cli.close:close",
+    "demo": "headrace_orchestrator.cli.demo.command:demo",
+    "doctor": "headrace_orchestrator.cli.doctor:doctor",
+    "export": "headrace_orchestrator.cli.export:export",
+    "fsck": "headrace_orchestrator.cli.fsck:fsck",
+    "orchestrator": "headrace_orchestrator.cli.orchestrator:orchestrator",
+    "restore": "headrace_orchestrator.cli.backup:restore",
+    "run": "headrace_orchestrator.cli.run:run",
+    "runs": "headrace_orchestrator.cli.runs:runs",
+    "servers": "headrace_orchestrator.cli.servers:servers",
+    "top": "headrace_orchestrator.cli.top:top",
+    "trajectories": "headrace_orchestrator.cli.trajectories:trajectories",
+    "up": "headrace_orchestrator.cli.up:up",
+    "version": "headrace_orchestrator.cli.version:version",
+}
+"""The commands of this package, imported at their first use."""
 
 PLUGINS = "headrace.commands"
 """Entry-point group of click commands. A command has the name of its entry point."""
@@ -38,12 +44,13 @@ class Commands(click.Group):
     """A group that mounts the commands of other packages and reports errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_plugins()})
+        return sorted({*COMMANDS, *_plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
+        if cmd_name in COMMANDS:
+            return _load(EntryPoint(cmd_name, f"{COMMANDS[cmd_name]} [server]", PLUGINS))
         point = _plugins().get(cmd_name)
-        return own if own is not None or point is None else _load(point)
+        return None if point is None else _load(point)
 
     def invoke(self, ctx: click.Context) -> Any:
         options = ctx.ensure_object(Shared)
@@ -128,10 +135,3 @@ def cli(ctx: click.Context, debug: bool) -> None:
       6  something is damaged and nothing is lost (`fsck`)
     """
     ctx.ensure_object(Shared).debug = debug
-
-
-for command in (
-    *(backup, close, demo, doctor, export, fsck, orchestrator, restore),
-    *(run, runs, servers, top, trajectories, up, version),
-):
-    cli.add_command(command)

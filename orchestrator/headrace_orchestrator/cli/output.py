@@ -5,6 +5,7 @@
 * An error is its message and hint, without a traceback.
 * An error prints its message and its hint once.
 * An id is never broken over lines.
+* A cell of a listing is one line, also if a name contains line ends and tabs.
 * With ``--json`` an error is a problem on standard error.
 * An invalid command line ends with 2.
 * An unreachable service ends with 3.
@@ -19,15 +20,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from headrace.client.sync_client import Client
 from headrace.errors import HeadraceError, ServingEnd, Unavailable
 
 OK, FAILED, USAGE, UNREACHABLE, NO_RESULT = range(5)
@@ -42,6 +39,16 @@ CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x2
 """Control characters except tab and line end, and characters that change the writing direction."""
 
 ESCAPES = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in CONTROL_CODES}
+
+if TYPE_CHECKING:
+    # Imported where they are used: a command that prints nothing of them starts faster.
+    from rich.console import Console
+    from rich.table import Table
+
+    from headrace.client.sync_client import Client
+
+LINE_ESCAPES = {**ESCAPES, 9: "\\t", 10: "\\n", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+"""The same with tabs and line ends, which would split a row of a listing."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,16 +89,22 @@ def service_options(command: F) -> F:
 
 def connect(url: str | None, token: str | None) -> Client:
     """Connect a client with short retries."""
+    from headrace.client.sync_client import Client
+
     return Client(url, token=token, retry_for_s=CLI_RETRY_FOR_S, keepalive=False)
 
 
 def console() -> Console:
     """The console of standard output, with colour and tables only on a terminal."""
+    from rich.console import Console
+
     return Console(file=sys.stdout, highlight=False)
 
 
 def notes() -> Console:
     """The console of standard error, for progress and remarks."""
+    from rich.console import Console
+
     return Console(file=sys.stderr, highlight=False)
 
 
@@ -115,16 +128,23 @@ def printable(text: str) -> str:
     return text.translate(ESCAPES)
 
 
+def one_line(text: str) -> str:
+    """Escape the characters that control a terminal or split a line."""
+    return text.translate(LINE_ESCAPES)
+
+
 def note(text: str) -> None:
     """Print a remark on standard error, except with ``--json``."""
     if not shared().json:
+        from rich.markup import escape
+
         notes().print(escape(printable(text)), soft_wrap=True)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", spare: Sequence[str] = ()) -> None:
     """Print a table on a terminal, or a header line and lines with tabs to a pipe. A narrow terminal drops ``spare``
     columns in order."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     if not on_terminal():
         click.echo("\t".join(columns))
         for row in rows:
@@ -150,11 +170,14 @@ def fitting(
 
 def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
     """Make a Rich table; cells are text, not markup."""
+    from rich.markup import escape
+    from rich.table import Table
+
     rich = Table(title=title or None, title_justify="left", box=None, header_style="bold", padding=(0, 1, 0, 0))
     for column in columns:
         rich.add_column(column, overflow="fold", no_wrap=column in ID_COLUMNS)
     for row in rows:
-        rich.add_row(*(escape(printable(cell)) for cell in row))
+        rich.add_row(*(escape(one_line(cell)) for cell in row))
     return rich
 
 
@@ -162,6 +185,7 @@ def facts(entries: Mapping[str, str]) -> None:
     """Print names and values, one pair a line."""
     width = max(map(len, entries), default=0)
     for name, value in entries.items():
+        value = one_line(value)
         click.echo(f"{name:<{width}}  {value}" if on_terminal() else f"{name}\t{value}")
 
 
@@ -192,6 +216,8 @@ def report(error: HeadraceError, *, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(error.problem()).decode(), err=True)
         return
+    from rich.markup import escape
+
     stderr = notes()
     stderr.print(f"[bold red]Error:[/] {escape(printable(error.detail))}", soft_wrap=True)
     if error.hint:

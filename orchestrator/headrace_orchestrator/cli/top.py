@@ -23,7 +23,7 @@ from headrace_orchestrator.cli.output import (
     json_option,
     note,
     on_terminal,
-    printable,
+    one_line,
     rich_table,
     service_options,
     shared,
@@ -112,7 +112,7 @@ def worker_row(worker: messages.WorkerStatus) -> list[str]:
 
 def _view(status: messages.ServiceStatus, selected: list[messages.RunStatus]) -> RenderableType:
     sentences = [
-        Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(printable(verdict(entry)))}")
+        Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(one_line(verdict(entry)))}")
         for entry in selected
     ]
     head = f"headrace {status.version}, epoch {status.epoch}, up {span(status.uptime_s)}"
@@ -128,7 +128,7 @@ def _view(status: messages.ServiceStatus, selected: list[messages.RunStatus]) ->
 
 def _print(status: messages.ServiceStatus) -> None:
     for entry in status.runs:
-        click.echo(printable(verdict(entry)))
+        click.echo(one_line(verdict(entry)))
     table(runs.COLUMNS, [runs.row(entry) for entry in status.runs])
     table(WORKER_COLUMNS, [worker_row(worker) for worker in status.workers])
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import click
 import msgspec
-from rich.markup import escape
 
 from headrace.errors import UnknownBatch
 from headrace.runspec import read_run_spec
@@ -16,11 +15,11 @@ from headrace.trajectory import ContentPart, Message, Status, Trajectory, Turn, 
 from headrace.wire import messages as wire
 from headrace_orchestrator.cli.output import (
     connect,
-    console,
     emit,
     json_option,
     note,
     number,
+    one_line,
     printable,
     service_options,
     shared,
@@ -185,16 +184,15 @@ def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvanta
 
 
 def _print(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> None:
-    for line in map(printable, transcript(trajectory, gamma, batch)):
-        console().print(line, soft_wrap=True)
+    click.echo("\n".join(transcript(trajectory, gamma, batch)))
 
 
 def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> Iterator[str]:
-    """The lines of a transcript, as Rich markup."""
+    """The lines of a transcript, with escape codes for style, which a pipe does not get."""
     lines = turn_lines(trajectory, gamma, batch)
     versions = trajectory.version_range()
     policy = f", {_version_words(*versions)}" if versions else ""
-    yield f"[bold]{escape(trajectory.id)}[/]  {escape(trajectory.task.environment)}, seed {trajectory.task.seed}"
+    yield f"{_bold(trajectory.id)}  {one_line(trajectory.task.environment)}, seed {trajectory.task.seed}"
     turns = _count(len(lines), "turn")
     yield f"{trajectory.status} ({trajectory.stop_reason}), {turns}{policy}, γ = {gamma:g} per turn"
     if batch is not None:
@@ -203,21 +201,27 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
         yield "in no batch yet, so without advantages"
     if trajectory.failure is not None:
         failure = trajectory.failure
-        yield f"[red]{failure.layer}: {escape(failure.kind)}[/] {escape(failure.message)}"
+        kind = click.style(one_line(f"{failure.layer}: {failure.kind}"), fg="red")
+        yield f"{kind} {printable(failure.message)}"
     if trajectory.control_tokens:
         spelled = _count(trajectory.control_tokens, "control token")
-        yield f"[yellow]Texts of the environment spelled {spelled} of the model; they were encoded as text.[/]"
+        text = f"Texts of the environment spelled {spelled} of the model; they were encoded as text."
+        yield click.style(text, fg="yellow")
     sampled = _sampled_ids(trajectory)
     several = len({segment.agent for segment in trajectory.segments}) > 1
     for message in trajectory.messages:
         yield ""
-        yield f"[bold]{escape(_speaker(message, several))}[/]"
-        yield escape(_text(message)) or "[dim](nothing)[/]"
+        yield _bold(_speaker(message, several))
+        yield printable(_text(message)) or click.style("(nothing)", dim=True)
         if message.turn in lines and message.role == "assistant":
             turn = lines[message.turn].turn
             if turn.said:
-                yield f"[yellow]{escape(_sampled(turn, sampled[turn.index]))}[/]"
-            yield f"[cyan]{escape(_turn_values(lines[message.turn]))}[/]"
+                yield click.style(printable(_sampled(turn, sampled[turn.index])), fg="yellow")
+            yield click.style(one_line(_turn_values(lines[message.turn])), fg="cyan")
+
+
+def _bold(text: str) -> str:
+    return click.style(one_line(text), bold=True)
 
 
 def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:

@@ -7,7 +7,7 @@ from importlib.metadata import version as installed
 
 import click
 
-from headrace.trajectory import SCHEMA
+from headrace.common.formats import SCHEMA
 from headrace_orchestrator.cli.output import emit, facts, json_option, shared
 
 

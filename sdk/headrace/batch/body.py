@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.batch.manifest import Manifest, Shard
+from headrace.common.formats import SCHEMA
 from headrace.errors import InvalidRequest
 from headrace.estimators import F64, I64
-from headrace.trajectory import SCHEMA
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.codec import Buffer
 

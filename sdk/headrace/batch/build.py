@@ -27,6 +27,7 @@ from headrace.batch.manifest import (
     Manifest,
     MomentSet,
 )
+from headrace.common.formats import SCHEMA
 from headrace.estimators import (
     ESTIMATORS,
     F64,
@@ -39,7 +40,7 @@ from headrace.estimators import (
     returns_to_go,
 )
 from headrace.moments import Moments
-from headrace.trajectory import SCHEMA, Version
+from headrace.trajectory import Version
 
 
 class EstimatorSettings(Protocol):

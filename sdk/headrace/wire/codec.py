@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.formats import SCHEMA
 from headrace.errors import InvalidTrajectory, UnreadableRecord, WrongDtype, WrongShape
 from headrace.trajectory import (
-    SCHEMA,
     Asset,
     Failure,
     Message,

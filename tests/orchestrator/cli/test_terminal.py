@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 
+import click
 import msgspec
 import pytest
 from rich.console import Console
 
 from headrace.client.sync_client import Client
 from headrace.errors import UnknownBatch, UnknownRun
-from headrace.trajectory import ContentPart, Message
+from headrace.trajectory import ContentPart, Message, Task
 from headrace.wire import codec
 from headrace.wire import messages as wire
 from headrace_orchestrator.cli import runs, top, trajectories
@@ -135,9 +136,9 @@ def test_a_transcript_of_several_agents_names_the_recipient_of_a_message() -> No
         Message(role="assistant", content="", agent="player", turn=0),
     ]
     several = builders.make_multi_agent(messages=messages)
-    assert "[bold]user to player[/]" in list(trajectories.transcript(several, 1.0, None))
+    assert click.style("user to player", bold=True) in list(trajectories.transcript(several, 1.0, None))
     alone = builders.make_trajectory(messages=messages)
-    assert "[bold]user[/]" in list(trajectories.transcript(alone, 1.0, None))
+    assert click.style("user", bold=True) in list(trajectories.transcript(alone, 1.0, None))
 
 
 def test_g11_a_transcript_shows_sampled_ids_and_text_if_the_environment_got_only_a_part() -> None:
@@ -146,19 +147,31 @@ def test_g11_a_transcript_shows_sampled_ids_and_text_if_the_environment_got_only
     turns = [msgspec.structs.replace(segment.turns[0], said="hello</a>\nX [b]")]
     cut = msgspec.structs.replace(played, segments=[msgspec.structs.replace(segment, turns=turns)])
     ids = segment.token_ids[turns[0].start : turns[0].end].tolist()
-    shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nas text: 'hello</a>\\nX \\[b]'"
-    assert f"[yellow]{shown}[/]" in list(trajectories.transcript(cut, 1.0, None))
+    shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nas text: 'hello</a>\\nX [b]'"
+    assert click.style(shown, fg="yellow") in list(trajectories.transcript(cut, 1.0, None))
     assert not any("as text: " in line for line in trajectories.transcript(played, 1.0, None))
 
 
 def test_an_empty_action_is_shown_explicitly() -> None:
     messages = [Message(role="assistant", content="", turn=0)]
     lines = list(trajectories.transcript(builders.make_trajectory(messages=messages), 1.0, None))
-    assert "[dim](nothing)[/]" in lines
+    assert click.style("(nothing)", dim=True) in lines
 
 
 def test_a_transcript_says_how_many_control_tokens_the_environment_spelled() -> None:
     forged, plain = (builders.make_trajectory(control_tokens=count) for count in (2, 0))
-    shown = "[yellow]Texts of the environment spelled 2 control tokens of the model; they were encoded as text.[/]"
-    assert shown in list(trajectories.transcript(forged, 1.0, None))
+    shown = "Texts of the environment spelled 2 control tokens of the model; they were encoded as text."
+    assert click.style(shown, fg="yellow") in list(trajectories.transcript(forged, 1.0, None))
     assert not any("control token" in line for line in trajectories.transcript(plain, 1.0, None))
+
+
+def test_a_name_with_line_ends_does_not_split_a_row_of_a_listing(headrace: Headrace, stub: StubServer) -> None:
+    name = "a\nb\tc\u2028d\x85e"
+    stub.on("GET /v1/runs", ok([run_status(name=name)]))
+    stub.on("GET /v1/status", ok(service_status(runs=[run_status(name=name)])))
+    for command in (["runs"], ["top"]):
+        lines = headrace(*command).stdout.splitlines()
+        assert [line for line in lines if line.startswith(r"a\nb\tc\u2028d\x85e")], command
+    task = Task(environment=name, seed=1)
+    stored = builders.make_trajectory(task=task)
+    assert r"a\nb\tc\u2028d\x85e, seed 1" in next(trajectories.transcript(stored, 1.0, None))

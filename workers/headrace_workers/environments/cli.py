@@ -42,7 +42,9 @@ def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
     """
     import_all(imports)
     ids = headrace.registered()
-    click.echo(json.dumps(ids) if as_json else "\n".join(ids))
+    click.echo(
+        json.dumps(ids) if as_json else "\n".join(ascii(id_)[1:-1] if not id_.isprintable() else id_ for id_ in ids)
+    )
 
 
 @env.command("check")
