@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.trajectory import Trajectory
-from headrace.validation import validate
+from headrace.validation import MAX_REWARD, validate
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 from tests.workers.fakes import Script, play, say
 
@@ -89,6 +89,12 @@ async def test_a_late_reward_belongs_to_the_agents_last_turn_and_an_early_one_to
     validate(record)
     assert rewards_of(record) == {"ann": [0.25, 0.0], "bob": [3.5]}
     assert record.agent_turns("bob")[0].reward_parts == {"luck": 0.5}
+
+
+async def test_rewards_of_a_turn_that_add_up_beyond_the_bound_are_a_failure() -> None:
+    most = MAX_REWARD
+    table = Table(move({"ann": most}), move({"bob": 0.0, "ann": most}, over=True))
+    assert failed_with(await play(Script(say("x"), say("y")), lambda: table)) == "reward-out-of-range"
 
 
 async def test_a_reward_for_an_agent_that_never_acted_is_named_not_lost() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.errors import EpisodeFailure, PolicyFailure
 from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
+from headrace_workers.episode.environment_adapter import check_reward
 from headrace_workers.episode.run_plan import AgentPlan
 from headrace_workers.policies.base import Sample, SeenPrompt, append_versions
 from headrace_workers.renderers import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Renderer, Tools
@@ -222,7 +223,7 @@ class AgentTrack:
         self._conversation.append(AssistantTurn(sample.token_ids, text))
         self._pending.clear()
         if self.early_reward or self._early_parts:
-            turn.reward += self.early_reward
+            turn.reward = _sum(turn.reward, self.early_reward)
             _add_parts(turn.reward_parts, self._early_parts)
             self.early_reward, self._early_parts = 0.0, {}
 
@@ -230,10 +231,10 @@ class AgentTrack:
         """Add a reward that did not come with the agent's own step."""
         last = self.last_turn
         if last is None:
-            self.early_reward += reward
+            self.early_reward = _sum(self.early_reward, reward)
             _add_parts(self._early_parts, parts)
         else:
-            last.reward += reward
+            last.reward = _sum(last.reward, reward)
             _add_parts(last.reward_parts, parts)
 
     def end_turns(self, *, terminated: bool, truncated: bool) -> None:
@@ -284,4 +285,9 @@ class AgentTrack:
 
 def _add_parts(parts: dict[str, float], more: dict[str, float]) -> None:
     for name, value in more.items():
-        parts[name] = parts.get(name, 0.0) + value
+        parts[name] = _sum(parts.get(name, 0.0), value)
+
+
+def _sum(reward: float, more: float) -> float:
+    """The sum of two rewards of one turn. Raises EnvironmentFailure beyond the bound of a reward."""
+    return check_reward(reward + more, "The sum of the rewards of a turn")
