@@ -12,12 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.errors import SetupError
-from headrace_workers.policy_check import stop_checks
+from headrace_workers.policy_check import distribution_checks, stop_checks
 from headrace_workers.policy_check.cli import check_server, policy
 from headrace_workers.policy_check.findings import CheckFinding
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 from tests.workers.token_server import TokenServer, serving_tokens
+
+ANSWERS = distribution_checks.ANSWERS
 
 
 async def findings_of(
@@ -28,6 +30,17 @@ async def findings_of(
     async with serving_tokens(TokenServer(load_tokenizer(str(served or folder)), wrong)) as server:
         findings = await check_server(server.url, asked, tolerance=0.01, timeout_s=10.0)
     return {finding.check: finding for finding in findings}
+
+
+@pytest.fixture(autouse=True)
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistical probe needs most of a check's time, and few tests are about it."""
+    monkeypatch.setattr(distribution_checks, "ANSWERS", 32)
+
+
+@pytest.fixture
+def all_answers(few_answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution_checks, "ANSWERS", ANSWERS)
 
 
 def failed(findings: dict[str, CheckFinding]) -> list[str]:
@@ -73,6 +86,7 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
 FILTERS = {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
 
 
+@pytest.mark.usefixtures("all_answers")
 async def test_sampling_defaults_of_the_models_folder_do_not_apply_because_requests_state_all_parameters(
     tmp_path: Path,
 ) -> None:
@@ -83,6 +97,7 @@ async def test_sampling_defaults_of_the_models_folder_do_not_apply_because_reque
     assert "generation_config.json (temperature 0.5, top_p 0.9, top_k 3) does not apply" in found.detail
 
 
+@pytest.mark.usefixtures("all_answers")
 @pytest.mark.parametrize("defaults", [{"temperature": 0.5}, {"top_p": 0.94}, {"top_k": 3}, FILTERS])
 async def test_a_server_that_replaces_sampling_parameters_is_named_by_a_statistical_probe(
     tmp_path: Path, defaults: dict[str, float]
