@@ -100,23 +100,38 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """Latest time of the next ``tick``: the next deadline, or earlier while anything is leased, so that a quiet
         time differs from a stall of this process."""
-        attempts = self.state.workers.next_deadline()
-        deadlines = [] if attempts is None else [attempts]
-        for run in self.state.runs.values():
-            deadlines += [batch.deadline for batch in run.batches.values() if batch.leased]
-        if deadlines and self._last is not None:
-            deadlines.append(self._last + self.state.shortest_term_s * STALL_SHARE / 2)
-        for run in self.state.runs.values():
-            deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
-            deadlines += islice(run.cut_deadlines.values(), 1)
-            if run.failure_backoff.since is not None:
-                due = run.failure_backoff.deadline(run.queued + run.evaluation_queued, run.awaited_by_next_try)
-                if due is not None and (self._last is None or due > self._last):
-                    deadlines.append(due)
-            if self._last is not None and run.retiring:
-                deadlines.append(self._last)
-            if self._last is not None and run.held_back:
-                deadlines.append(self._last + RETRY_S)
+        state = self.state
+        state.index.refresh(state.runs, self._deadline_of)
+        attempts, first = state.workers.next_deadline(), self._first_of_runs()
+        deadlines = [deadline for deadline in (attempts, first) if deadline is not None]
+        if self._last is not None and (attempts is not None or state.index.deadlines.leasing):
+            deadlines.append(self._last + state.shortest_term_s * STALL_SHARE / 2)
+        return min(deadlines, default=None)
+
+    def _first_of_runs(self) -> float | None:
+        """The first deadline of any run. Those that have passed are looked at again: their run may have a later one."""
+        state, seen = self.state, set[str]()
+        while (found := state.index.deadlines.first()) is not None:
+            deadline, name = found
+            if self._last is None or deadline > self._last or name in seen:
+                return deadline
+            seen.add(name)
+            state.index.deadlines.place(state.runs[name], self._deadline_of(state.runs[name]))
+        return None
+
+    def _deadline_of(self, run: Run) -> float | None:
+        """The next deadline of a run."""
+        deadlines = [batch.deadline for batch in run.batches.values() if batch.leased]
+        deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
+        deadlines += islice(run.cut_deadlines.values(), 1)
+        if run.failure_backoff.since is not None:
+            due = run.failure_backoff.deadline(run.queued + run.evaluation_queued, run.awaited_by_next_try)
+            if due is not None and (self._last is None or due > self._last):
+                deadlines.append(due)
+        if self._last is not None and run.retiring:
+            deadlines.append(self._last)
+        if self._last is not None and run.held_back:
+            deadlines.append(self._last + RETRY_S)
         return min(deadlines, default=None)
 
     def state_at(self, now: float) -> SchedulerState:

@@ -38,6 +38,15 @@ class CommandedScheduler(Scheduler):
 
     def check(self) -> None:
         check_invariants(self.state)
+        next_deadline = self.next_deadline()
+        for run in self.state.runs.values():
+            deadline = self._deadline_of(run)
+            assert deadline is None or (next_deadline is not None and next_deadline <= deadline), run.name
+        for pool in {run.spec.pool for run in self.state.runs.values()}:
+            ready = self.state.index.ready(pool, self.state.runs)
+            queued = [run for run in self.state.runs.values() if run.queued or run.evaluation_queued]
+            assert ready is not None
+            assert {run.name for run in ready.runs.values()} == {run.name for run in queued if run.spec.pool == pool}
 
     def durable(self) -> dict[str, Any]:
         return durable_values(self.state)

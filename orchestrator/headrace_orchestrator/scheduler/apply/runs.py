@@ -24,7 +24,9 @@ def run_created(state: SchedulerState, event: events.RunCreated, now: float) -> 
 
 
 def run_closed(state: SchedulerState, event: events.RunClosed, now: float) -> None:
-    state.runs[event.run].closed = True
+    run = state.runs[event.run]
+    run.closed = True
+    state.terms[run.spec.pool].pop(run.name, None)
 
 
 def version_announced(state: SchedulerState, event: events.VersionAnnounced, now: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from headrace.errors import InternalError
 from headrace_orchestrator.scheduler.apply import attempts, batches, groups, runs
-from headrace_orchestrator.scheduler.events import AnyEvent, Event
+from headrace_orchestrator.scheduler.events import AnyEvent, Event, WorkerDraining
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 TRANSITIONS: dict[type[Event], Callable[..., None]] = {
@@ -25,6 +25,8 @@ TRANSITIONS: dict[type[Event], Callable[..., None]] = {
 def emit(state: SchedulerState, event: AnyEvent, now: float) -> None:
     """Apply an event that a command decided on, and keep it for the shell."""
     TRANSITIONS[type(event)](state, event, now)
+    if not isinstance(event, WorkerDraining):
+        state.index.touched.add(event.run)
     state.undrained.append(event)
 
 
@@ -32,5 +34,7 @@ def apply(state: SchedulerState, event: AnyEvent, now: float) -> None:
     """Apply an event of the log; raises InternalError for one that does not fit because an earlier one was lost."""
     try:
         TRANSITIONS[type(event)](state, event, now)
+        if not isinstance(event, WorkerDraining):
+            state.index.touched.add(event.run)
     except KeyError as error:
         raise InternalError(f"{type(event).__name__} names {error}, which is unknown here.") from error

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable
@@ -97,8 +98,7 @@ def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: fl
         return messages.HeartbeatReply(epoch=state.epoch, interval_s=interval_s, cancels=cancels, drain=True)
     worker.stats = request.stats
     cancels, _ = _renew(state, worker, request.holding, now)
-    terms = [run.spec.attempt_lease_s for run in state.pools.get(worker.pool, ()) if not run.closed]
-    worker.term_s = min(terms, default=DEFAULT_TERM_S)
+    worker.term_s = min(state.terms.get(worker.pool, {}).values(), default=DEFAULT_TERM_S)
     return messages.HeartbeatReply(
         epoch=state.epoch,
         interval_s=worker.term_s / HEARTBEATS_A_TERM,
@@ -206,16 +206,8 @@ def _grant_again(
 def _grant(
     state: SchedulerState, worker: WorkerState, free: int, attempts: list[messages.Assignment], now: float
 ) -> None:
-    runs = [
-        run
-        for run in state.pools.get(worker.pool, ())
-        if (run.queued or run.evaluation_queued)
-        and run.leased + run.evaluation_leased < run.spec.max_concurrent
-        and run.capabilities <= worker.capabilities
-    ]
     slots = state.workers.slots[worker.pool]
-    limits = [min(_backoff_room(run, now), _grantable(run, slots, free, now)) for run in runs]
-    for run, count in _share(runs, limits, free):
+    for run, count in _share(state, worker, free, slots, now):
         run.failure_backoff.count_try(now)
         episodes = _pick(run, count, slots, now)
         nonce = state.new_nonce()  # one for all: it tells this grant of an attempt from any other
@@ -285,25 +277,45 @@ def _evaluation_share(run: Run, slots: int) -> int:
     return math.ceil(run.spec.evaluation_slots * slots)
 
 
-def _share(runs: list[Run], limits: list[int], free: int) -> list[tuple[Run, int]]:
-    """The number of free slots that each run gets, at most its limit."""
-    room = [
-        min(run.spec.max_concurrent - run.leased - run.evaluation_leased, limit)
-        for run, limit in zip(runs, limits, strict=True)
-    ]
-    if len(runs) == 1:
-        return [(runs[0], min(free, room[0]))] if room[0] else []
-    leased = [run.leased + run.evaluation_leased for run in runs]
-    shares = [0] * len(runs)
-    with_room = [index for index in range(len(runs)) if room[index] > 0]
-    while free and with_room:
-        index = min(with_room, key=leased.__getitem__)
-        shares[index] += 1
-        leased[index] += 1
-        free -= 1
-        if shares[index] == room[index]:
-            with_room.remove(index)
-    return [(run, count) for run, count in zip(runs, shares, strict=True) if count]
+def _share(state: SchedulerState, worker: WorkerState, free: int, slots: int, now: float) -> list[tuple[Run, int]]:
+    """The number of free slots that each run gets, at most its limit: one at a time, to the run with the fewest leased
+    episodes. Only as many runs are looked at as get slots, and those before them that may not get any."""
+    ready = state.index.ready(worker.pool, state.runs)
+    if ready is None:
+        return []
+    shares: dict[int, int] = {}
+    sharing: list[tuple[int, int, int]] = []  # leased, place, room
+    following = ready.take()
+    while free:
+        while following is not None and (not sharing or following < sharing[0]):
+            run = ready.runs[following[1]]
+            room = _room(run, worker, slots, free, now)
+            if run.failure_backoff.since is not None:
+                state.index.touched.add(run.name)  # the time of its next try may have been set
+            if room > 0:
+                heapq.heappush(sharing, (*following, room))
+            following = ready.take()
+        if not sharing:
+            break
+        leased, place, room = heapq.heappop(sharing)
+        competitors = [entry[0] for entry in sharing[:1]] + ([] if following is None else [following[0]])
+        competitor = min(competitors, default=None)
+        count = min(free, room) if competitor is None else min(free, room, max(1, competitor - leased))
+        shares[place] = shares.get(place, 0) + count
+        free -= count
+        if room > count:
+            heapq.heappush(sharing, (leased + count, place, room - count))
+    granted = [(ready.runs[place], count) for place, count in sorted(shares.items())]
+    ready.restore()
+    return granted
+
+
+def _room(run: Run, worker: WorkerState, slots: int, free: int, now: float) -> int:
+    """Number of episodes of a run that the worker may get now."""
+    room = run.spec.max_concurrent - run.leased - run.evaluation_leased
+    if room <= 0 or not run.capabilities <= worker.capabilities:
+        return 0
+    return min(room, _backoff_room(run, now), _grantable(run, slots, free, now))
 
 
 def _pick(run: Run, count: int, slots: int, now: float) -> list[Episode]:

@@ -13,6 +13,7 @@ from headrace_orchestrator.scheduler.events import AnyEvent
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.groups import Episode
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.run_index import RunIndex
 from headrace_orchestrator.scheduler.state.workers import Workers, WorkerState
 
 STALL_SHARE = 1 / 3
@@ -39,8 +40,10 @@ class SchedulerState:
         self.runs: dict[str, Run] = {}
         #: Soft: the run that the event being emitted creates, where it was built before.
         self.prepared: Run | None = None
-        #: Runs by the pool whose workers may work for them.
-        self.pools: dict[str, list[Run]] = {}
+        #: Soft.
+        self.index = RunIndex()
+        #: Lease terms of the runs that are not closed, by the pool whose workers may work for them.
+        self.terms: dict[str, dict[str, float]] = {}
         #: Episodes of the groups that are not complete.
         self.episodes: dict[str, Episode] = {}
         self.workers = Workers()
@@ -60,7 +63,9 @@ class SchedulerState:
         """Add a run."""
         self.runs[run.name] = run
         self.bounds.holders.append(run.ledger)
-        self.pools.setdefault(run.spec.pool, []).append(run)
+        self.index.add(run)
+        if not run.closed:
+            self.terms.setdefault(run.spec.pool, {})[run.name] = run.spec.attempt_lease_s
         self.shortest_term_s = min(self.shortest_term_s, run.spec.attempt_lease_s, run.spec.batch_lease_s)
 
     def run_of(self, episode: Episode) -> Run:
