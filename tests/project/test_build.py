@@ -260,6 +260,7 @@ def test_the_wheel_contains_code_types_templates_and_examples_and_nothing_else(t
     assert packages == {"headrace", "headrace_sandbox", "headrace_workers", "headrace_orchestrator"}
     assert {f"headrace_orchestrator/_examples/{name}" for name in ("learner.py", "guess_the_number.json")} <= set(names)
     assert any(re.fullmatch(r"headrace_orchestrator/console/.*\.html", name) for name in names)
+    assert {f"headrace_orchestrator/console/static/{name}" for name in ("console.js", "console.css")} <= set(names)
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if re.search(r"tests?/|__pycache__|\.pyc$", name)]
 

@@ -8,7 +8,8 @@
 * Unread data for a client on this machine fits into a processor's cache.
 * The head of a request, its trailers and the number of requests that wait on a connection are bounded.
 * Trailers are dropped: a request has the headers that it began with.
-* A request that cannot be parsed, or has too large a head, is answered with a problem body.
+* A request that cannot be parsed, or has too large a head, is answered with a problem body. It is not logged, because
+  anyone could fill the log.
 * Connections are limited; the application tells on which ones a token was accepted (``connection_limit``).
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +61,9 @@ the body."""
 SEND_BUFFER_BYTES = 512 << 10
 """Most bytes sent and not yet read, on one machine: reading them from a cache takes two thirds of the time. Between
 machines the kernel chooses the size by the round-trip time."""
+
+_log = logging.getLogger("uvicorn.error.connection")
+_log.setLevel(logging.ERROR)  # uvicorn warns of every request that is not valid
 
 Respond = Callable[[int, bytes, bytes], None]
 """Sends a response: its status, header lines and body. It is called once."""
@@ -145,6 +150,7 @@ class HttpProtocol(HttpToolsProtocol):
         self, limit: ConnectionLimit, timeouts: RequestTimeouts, *, config: uvicorn.Config, **options: Any
     ) -> None:
         super().__init__(config=config, **options)
+        self.logger = _log
         self._limit = limit
         self._timeouts = timeouts
         self._unparsed_bytes = 0

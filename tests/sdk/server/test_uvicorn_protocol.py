@@ -348,9 +348,12 @@ async def test_the_requests_that_wait_on_a_connection_are_bounded():
     protocol.connection_lost(None)
 
 
-async def test_a_request_that_cannot_be_parsed_is_answered_with_a_problem_body():
+async def test_a_request_that_cannot_be_parsed_is_answered_with_a_problem_body_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+):
     wire = Wire()
     protocol = connected(App(), wire)
     protocol.data_received(b"HELLO\r\n\r\n")
     assert refusal(wire) == (400, "invalid-request")
+    assert not caplog.records
     protocol.connection_lost(None)
