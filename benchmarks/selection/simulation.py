@@ -54,7 +54,6 @@ class Simulation:
         spec = RunSpec.model_validate({"name": RUN, "attempt_lease_s": 1e6, "batch_lease_s": 1e6, **self.spec})
         self._started = self.now
         self._served = Version(0, 0)
-        self._loading = 0
         self._tasks: dict[str, str] = {}
         self._running: dict[str, tuple[messages.Assignment, Version]] = {}
         self._held: list[Redeliver] = []
