@@ -143,7 +143,8 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
         _count_failure(run, episode, event.failure)
     elif event.status != "cancelled":
         run.recent_failures.append(None)
-        run.failure_streak.end()
+        if run.failure_streak.attempts:
+            run.failure_streak.end()
     if group.evaluation is not None:
         group.evaluation.add_result(event)
     else:

@@ -51,9 +51,8 @@ class FailureStreak:
 
     def end(self) -> None:
         """Forget the failures: there is a usable record."""
-        if self.attempts:
-            self.tasks.clear()
-            self.attempts = self.causeless = 0
+        self.tasks.clear()
+        self.attempts = self.causeless = 0
 
     @property
     def may_become_outage(self) -> bool:
