@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +80,42 @@ def test_the_help_of_check_has_its_example_on_a_separate_line() -> None:
     lines = CliRunner().invoke(env, ["check", "--help"]).stdout.splitlines()
     example = lines[lines.index("  Example:") + 1]
     assert example.endswith(r"--action '\boxed{1}' --action '\boxed{3}'")
+
+
+BROKEN = """
+import os, time, headrace
+
+class Exits:
+    def reset(self, seed=None):
+        return "Go.", {}
+
+    def step(self, action):
+        os._exit(3)
+
+class Hangs(Exits):
+    def step(self, action):
+        print("I hang.")
+        time.sleep(1e6)
+
+headrace.register("test-env-cli:Exits", Exits)
+headrace.register("test-env-cli:Hangs", Hangs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "violation"),
+    [
+        ("test-env-cli:Exits", r"returns: step('\\boxed{1}') ended the process: exit status 3"),
+        ("test-env-cli:Hangs", r"returns: step('\\boxed{1}') did not return within 3 s"),
+    ],
+)
+def test_check_names_the_call_that_ends_the_process_or_never_returns(
+    environment: str, violation: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    command = ["check", environment, "--import", str(file), "--action", r"\boxed{1}", "--call-timeout", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace_orchestrator.cli", "env", *command], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, violation + "\n")

@@ -1,7 +1,8 @@
 """``headrace env``: lists environments and checks one against the protocol.
 
 * ``list`` prints every environment id that a worker on this machine knows.
-* ``check`` runs an environment and prints each violation of the protocol; the exit code is 1 if there are any.
+* ``check`` runs an environment in a process of its own and prints each violation of the protocol; the exit code is 1
+  if there are any.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import json
 import click
 
 import headrace
-from headrace.errors import HeadraceError, SetupError
-from headrace_workers.environments.conformance import DEFAULT_ACTIONS, check_environment
+from headrace_workers.environments.check_process import check_in_process
+from headrace_workers.environments.conformance import DEFAULT_ACTIONS
 from headrace_workers.imports import import_all
 
 _import_option = click.option(
@@ -57,6 +58,14 @@ def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
     metavar="TEXT",
     help=r"Action to use, such as '\boxed{1}'; choose actions that lead far into an episode. May be repeated.",
 )
+@click.option(
+    "--call-timeout",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0.1, 86400.0),
+    metavar="SECONDS",
+    help="Deadline of each call of the environment.",
+)
 @click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the constructor.")
 @_json_option
 @click.pass_context
@@ -65,6 +74,7 @@ def check(
     environment: str,
     imports: tuple[str, ...],
     actions: tuple[str, ...],
+    call_timeout: float,
     kwargs: str,
     as_json: bool,
 ) -> None:
@@ -74,23 +84,15 @@ def check(
     Example:
       headrace env check example:Countdown --import countdown.py --action '\\boxed{1}' --action '\\boxed{3}'
     """
-    import_all(imports)
     try:
         arguments = json.loads(kwargs)
     except json.JSONDecodeError as error:
         raise click.UsageError(f"--kwargs is not JSON: {error}.") from error
     if not isinstance(arguments, dict):
         raise click.UsageError("--kwargs is not a JSON object, such as '{\"terms\": 4}'.")
-    try:
-        headrace.make(environment, **arguments)  # a failing constructor is not a violation of the protocol
-    except HeadraceError:
-        raise
-    except Exception as error:
-        raise SetupError(
-            f"{environment} cannot be made: {type(error).__name__}: {error}.",
-            hint="Pass its arguments with --kwargs. `headrace --debug env check ...` shows the traceback.",
-        ) from error
-    problems = check_environment(lambda: headrace.make(environment, **arguments), actions=actions or DEFAULT_ACTIONS)
+    problems = check_in_process(
+        environment, arguments, actions=actions or DEFAULT_ACTIONS, imports=imports, call_s=call_timeout
+    )
     if as_json:
         click.echo(json.dumps([problem._asdict() for problem in problems]))
     else:

@@ -20,6 +20,7 @@ The checks, by the name in a violation:
 * ``own-state``: two instances played in alternation give the same episodes as each alone.
 * ``next-agent``: the next agent is one of ``agents``, and None at the end.
 * ``raises``: nothing is raised while an episode runs.
+* ``returns``: each call returns, and does not end its process. Only ``headrace env check`` can find this.
 """
 
 from __future__ import annotations
@@ -70,17 +71,19 @@ def check_environment(
     actions: Sequence[str] = DEFAULT_ACTIONS,
     seeds: Sequence[int] = (0, 1, 2),
     max_steps: int = 32,
+    on_call: Callable[[str], None] = lambda call: None,
 ) -> list[Violation]:
     """Find all violations of the protocol, each once; an empty list means that the environment conforms.
 
     ``factory`` makes a fresh environment. For each seed and each action in ``actions``, one episode is run that starts
-    with that action and cycles through the list, for at most ``max_steps`` steps. Call this function outside a running
-    event loop: coroutines of the environment run in a separate loop.
+    with that action and cycles through the list, for at most ``max_steps`` steps. ``on_call`` gets the text of a call
+    before it is made. Call this function outside a running event loop: coroutines of the environment run in a
+    separate loop.
     """
     violations: dict[Violation, None] = {}
     with asyncio.Runner() as runner:
         calls = BoundedCalls()
-        player = _EpisodePlayer(factory, runner, LocalContext(calls))
+        player = _EpisodePlayer(factory, runner, LocalContext(calls), on_call)
         try:
             for seed in seeds:
                 for start in range(len(actions)):
@@ -95,25 +98,34 @@ def check_environment(
 class _EpisodePlayer:
     """Plays episodes and copies each returned object at once."""
 
-    def __init__(self, factory: Callable[[], Any], runner: asyncio.Runner, context: EnvironmentContext) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        runner: asyncio.Runner,
+        context: EnvironmentContext,
+        on_call: Callable[[str], None],
+    ) -> None:
         self._factory = factory
+        self._on_call = on_call
         self._runner = runner
         self._context = context
 
     def make(self) -> Any:
+        self._on_call("the constructor")
         environment = self._factory()
         if hasattr(environment, "environment_context"):
             environment.environment_context = self._context
         return environment
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        call = f"{method.__name__}({_short_arguments(arguments)})"
+        self._on_call(call)
         try:
             result = method(*arguments)
             if inspect.isawaitable(result):
                 result = self._runner.run(_await(result))
         except (Exception, SystemExit) as error:
-            arguments_text = ", ".join(map(repr, arguments))
-            raise _CheckFailed("raises", f"{method.__name__}({arguments_text}) raised {error!r}") from error
+            raise _CheckFailed("raises", f"{call} raised {_short(error)}") from error
         return result
 
     def steps(self, environment: Any, seed: int, plan: Sequence[str]) -> Iterator[Any]:
@@ -340,6 +352,10 @@ def _other_generators() -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def _short_arguments(arguments: Sequence[Any]) -> str:
+    return ", ".join(map(_short, arguments))
 
 
 def _short(value: Any) -> str:
