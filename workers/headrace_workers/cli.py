@@ -14,6 +14,8 @@ import click
 from headrace.common.ids import new_id
 from headrace.errors import SetupError
 from headrace.server import logs
+from headrace.server.option_types import Seconds
+from headrace.wire.messages import MAX_SLOTS
 from headrace.wire.policy_server import canonical_address
 from headrace_workers.imports import import_all
 from headrace_workers.worker.process import run_worker
@@ -55,7 +57,7 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     callback=_orchestrator,
     help="Address of the orchestrator.",
 )
-@click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Concurrent episodes.")
+@click.option("--slots", type=click.IntRange(1, MAX_SLOTS), default=64, show_default=True, help="Concurrent episodes.")
 @click.option(
     "--policy-endpoint",
     "policy_endpoints",
@@ -98,14 +100,14 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
 )
 @click.option(
     "--grace-s",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     default=30.0,
     show_default=True,
     help="Seconds to finish running episodes after a request to stop.",
 )
 @click.option(
     "--spool-mib",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1 << 20),
     default=256,
     show_default=True,
     help="Limit on finished records in memory while the orchestrator is unavailable.",

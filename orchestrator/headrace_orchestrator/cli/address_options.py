@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from headrace.server.option_types import Seconds
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -16,12 +18,19 @@ def data_option(text: str) -> Decorator:
     return click.option(
         "--data",
         type=click.Path(path_type=Path, file_okay=False),
+        callback=_not_empty,
         default=Path("headrace-data"),
         show_default=True,
         envvar="HEADRACE_DATA",
         show_envvar=True,
         help=text,
     )
+
+
+def _not_empty(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
+    if value == Path():
+        raise click.BadParameter("it names no directory.", ctx, param)
+    return value
 
 
 def binding_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +52,7 @@ _BINDING: tuple[Decorator, ...] = (
         "--max-wait-s",
         default=60.0,
         show_default=True,
-        type=click.FloatRange(min=1),
+        type=Seconds(1),
         envvar="HEADRACE_MAX_WAIT_S",
         show_envvar=True,
         help="Longest long poll, in seconds: keep it below the read timeout of a proxy in front.",

@@ -89,6 +89,8 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **criter
     """
     if kind != "jsonl":
         table_schema()  # raises for a missing package before anything is read
+    if destination.resolve().is_relative_to(directory.resolve()):
+        raise InvalidRequest(f"{destination} is inside of the data directory.", hint="Choose a folder elsewhere.")
     with progress("Exporting") as on_progress, fresh_folder(destination) as folder:
         data = headrace.open(directory, strict=strict, on_progress=on_progress)
         counter = _TrajectoryCounter(data.matching(TrajectoryFilter(**criteria)))

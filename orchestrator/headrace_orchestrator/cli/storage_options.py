@@ -12,22 +12,32 @@ from typing import Any
 
 import click
 
+from headrace.bounds import MAX_EXACT
+from headrace.server.option_types import Seconds
 from headrace_orchestrator.buffer.retention_rules import RetentionRules
 
 _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
     (
         "--keep-age-s",
-        click.FloatRange(min=0),
+        Seconds(0),
         "Delete files of the log whose newest record is older, in seconds.",
     ),
-    ("--keep-trajectories", click.IntRange(min=0), "Delete the oldest files while this many trajectories remain."),
-    ("--keep-bytes", click.IntRange(min=0), "Delete the oldest files while this many bytes of the log remain."),
+    (
+        "--keep-trajectories",
+        click.IntRange(0, MAX_EXACT),
+        "Delete the oldest files while so many trajectories remain.",
+    ),
+    ("--keep-bytes", click.IntRange(0, MAX_EXACT), "Delete the oldest files while this many bytes of the log remain."),
     (
         "--max-held-bytes",
-        click.IntRange(min=1),
+        click.IntRange(1, MAX_EXACT),
         "Maximum bytes of all runs' groups in flight; above it no group is admitted.",
     ),
-    ("--max-disk-bytes", click.IntRange(min=1), "Maximum bytes of log and assets; above it no group is admitted."),
+    (
+        "--max-disk-bytes",
+        click.IntRange(1, MAX_EXACT),
+        "Most bytes of log and assets; above it no group is admitted.",
+    ),
 )
 
 

@@ -65,7 +65,11 @@ def trajectories() -> None:
 @click.option("--environment", help="Only trajectories of this environment.")
 @click.option("--evaluation", help="Only trajectories of this evaluation.")
 @click.option(
-    "--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Maximum number of trajectories."
+    "--limit",
+    default=DEFAULT_LIMIT,
+    show_default=True,
+    type=click.IntRange(1, 1_000_000),
+    help="Most trajectories.",
 )
 @service_options
 @json_option

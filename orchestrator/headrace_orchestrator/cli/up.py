@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import click
 
 from headrace.errors import SetupError
 from headrace.store.regular_files import require_regular_entries
+from headrace.wire.messages import MAX_SLOTS
 from headrace.wire.policy_server import canonical_address
 from headrace_orchestrator.cli.address_options import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
@@ -42,9 +44,13 @@ GRACE_S = 20.0
 @click.command(short_help="Run an orchestrator and workers on this machine.")
 @data_option("Data directory; made if missing. Logs of the components are in its folder logs.")
 @binding_options
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(0), help="Worker processes.")
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(0, 1024), help="Worker processes.")
 @click.option(
-    "--slots", default=32, show_default=True, type=click.IntRange(1), help="Concurrent episodes of each worker."
+    "--slots",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1, MAX_SLOTS),
+    help="Episodes of each worker at a time.",
 )
 @click.option("--policy-endpoint", default="", help="Address of the policy server, such as vLLM's.")
 @click.option("--tiny-policy", is_flag=True, help="Run the tiny policy too.")
@@ -107,6 +113,10 @@ def up(
         raise SetupError(
             "With --tokens, workers need a token too.", hint="Set HEADRACE_TOKEN to a token with the role worker."
         )
+    runtimes = entry_points(group="headrace.runtimes").names
+    is_address = "/" in sandbox or ":" in sandbox
+    if sandbox and sandbox not in runtimes and not is_address:
+        raise click.UsageError(f"No sandbox runtime is named {sandbox!r}. Known are: {', '.join(sorted(runtimes))}.")
     port = port or components.free_port()
     address = Address(host, port)
     components.require_free(host, port)

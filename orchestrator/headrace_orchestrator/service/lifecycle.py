@@ -128,7 +128,12 @@ class Lifecycle:
             raise
         if not self.draining:
             self._phase = "reading the log"
-        store = Store(self._log, SqliteProjection(self._directory.path / "projection.sqlite", self._log.id))
+        try:
+            projection = SqliteProjection(self._directory.path / "projection.sqlite", self._log.id)
+        except BaseException:
+            await self._log.close()
+            raise
+        store = Store(self._log, projection)
         assets = AssetStore(
             self._directory.path / FOLDER, store.referenced, clock=self._clock, promise_s=self._settings.asset_promise_s
         )

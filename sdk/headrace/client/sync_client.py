@@ -60,6 +60,8 @@ def bearer_token(token: str | None) -> str:
         raise SetupError(
             "The bearer token holds a line end or another control character.", hint="Check HEADRACE_TOKEN."
         )
+    if not text.isascii():
+        raise SetupError("The bearer token holds characters other than ASCII.", hint="Check HEADRACE_TOKEN.")
     return text
 
 

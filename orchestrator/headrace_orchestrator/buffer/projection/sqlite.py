@@ -65,13 +65,20 @@ class SqliteProjection:
     """
 
     def __init__(self, path: Path, log: str) -> None:
+        """Open the database, or make it. Raises StoreError."""
         self._path = path
         self._log = log
         self._lock = threading.Lock()
         #: The stored id that sorts last. Ids sort by creation time, so most ids that are looked up sort behind it.
         self._last_id = ""
-        self._connection = self._open()
-        self._lookups = _connect(path)
+        try:
+            self._connection = self._open()
+            self._lookups = _connect(path)
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"The projection {path.name} cannot be opened: {error}.",
+                hint="Free disk space, or delete the file while the service is stopped: it is rebuilt from the log.",
+            ) from error
 
     def _open(self) -> sqlite3.Connection:
         """Open the database, or create a new one if the tables belong to another log or are damaged."""

@@ -18,7 +18,9 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
 
 
-Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+MAX_SLOTS = 1 << 20
+
+Slots = Annotated[int, msgspec.Meta(ge=0, le=MAX_SLOTS)]
 """Slots of one worker. The bound protects the sum over a pool from one absurd number."""
 
 
