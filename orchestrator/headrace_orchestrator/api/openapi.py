@@ -117,7 +117,7 @@ def _derived_errors(route: Route) -> Iterator[type[HeadraceError]]:
         yield errors.Forbidden
         yield errors.Unavailable
     yield errors.ForeignOrigin
-    if _is_msgspec(route.request) or route.request is RunSpec or any(f.kind != "string" for f in route.query):
+    if _is_msgspec(route.request) or route.request is RunSpec or route.query:
         yield errors.InvalidRequest
     if route.request is not None:
         yield errors.UnsupportedMediaType

@@ -151,7 +151,7 @@ def _run_routes() -> list[Route]:
             handler=handlers.run,
             roles=ANY_READER,
             response=messages.RunStatus,
-            query=(Query("tasks", "`false`: the spec without its fixed list of tasks."),),
+            query=(Query("tasks", "`false`: the spec without its fixed list of tasks.", "boolean"),),
             errors=RUN_ERRORS,
         ),
         Route(
