@@ -149,6 +149,11 @@ _registry: dict[str, EnvironmentFactory | str] = {}
 
 def register(environment_id: str, factory: EnvironmentFactory | str) -> None:
     """Register a factory (a class, a callable, or ``"module:name"``) under an id such as ``"game:Nim"``."""
+    if not isinstance(environment_id, str) or not environment_id.strip() or not environment_id.isprintable():
+        raise InvalidRequest(
+            f"The environment id {environment_id!r} is not a name.",
+            hint="Choose a text such as 'game:Nim', on one line.",
+        )
     if environment_id in _registry:
         raise InvalidRequest(f"Environment {environment_id!r} is already registered.", hint="Choose another id.")
     _registry[environment_id] = factory

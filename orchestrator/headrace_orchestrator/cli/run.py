@@ -93,7 +93,7 @@ def _merged_spec(
         spec["environments"] = [{"id": environment} for environment in environments]
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
-        if not equals:
+        if not equals or not all(path.split(".")):
             raise click.UsageError(f"--set {assignment}: it must be FIELD=VALUE.")
         _assign(spec, path.split("."), _value(text))
     return spec

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from headrace.errors import HeadraceError, RequestError, RequestTooLarge, ServiceError, Unavailable
+from headrace.errors import HeadraceError, InvalidRequest, RequestError, RequestTooLarge, ServiceError, Unavailable
 from headrace.http.problems import GATEWAY_STATUSES, read_problem
 from headrace.wire import messages
 
@@ -135,6 +135,11 @@ def request(
     wait_s: float = 0.0,
 ) -> ApiRequest:
     """A request for ``/v1/<parts>``. Parts are quoted, and query entries that are None are omitted."""
+    for part in parts:
+        if not isinstance(part, str) or not part:
+            raise InvalidRequest(
+                f"A name or id in the request is {part!r}.", hint="Pass the name of a run, or an id, as a text."
+            )
     target = "/".join((messages.API, *(quote(part, safe="") for part in parts)))
     present = {name: value for name, value in (query or {}).items() if value is not None}
     if present:

@@ -34,7 +34,7 @@ from headrace.client.operations import PAGE, Operations, PullField, PullQuery, R
 from headrace.client.prefetch import UNUSED_REASON, Prefetcher
 from headrace.client.requests import Operation, run_operation
 from headrace.client.wait_reports import WaitCallback
-from headrace.errors import RunFinished, SetupError
+from headrace.errors import InvalidRequest, RunFinished, SetupError
 from headrace.trajectory import Status
 from headrace.wire import messages
 
@@ -46,6 +46,8 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 
 def service_url(url: str | None) -> str:
     """The address to use: the argument, else ``HEADRACE_URL``, else ``DEFAULT_URL``."""
+    if url is not None and not isinstance(url, str):
+        raise InvalidRequest(f"The address of the service is {url!r}.", hint="Pass a text, such as 'http://host:8470'.")
     return url or os.environ.get("HEADRACE_URL") or DEFAULT_URL
 
 

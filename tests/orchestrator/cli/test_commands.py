@@ -405,3 +405,10 @@ def test_doctor_prints_a_remedy_for_an_old_python_and_a_missing_extra() -> None:
     assert doctor.check_python((3, 10)).verdict == "fail"
     assert doctor.check_platform("darwin").verdict == "warn"
     assert doctor.check_extra("ray", ("no_such_module",)).hint == "pip install 'headrace[ray]'"
+
+
+@pytest.mark.parametrize("assignment", ["=5", ".=5", "estimator.=1", "batch_size"])
+def test_a_field_without_a_name_is_a_usage_error(headrace: Headrace, assignment: str) -> None:
+    result = headrace("run", "--name", "x", "--set", assignment)
+    assert result.exit_code == 2
+    assert "FIELD=VALUE" in result.stderr

@@ -24,6 +24,9 @@ FAILING_SHARE = 0.5
 MIN_FAILURES = 4
 """Minimum number of failures in a layer that is reported as failing."""
 
+MAX_MESSAGE = 400
+"""Limit on characters of a failure's message in a reason. The record has the whole message."""
+
 LOST_WORKERS, LOST_WITHIN_S = 2, 300.0
 """Workers that are reported as lost, from this number of them in so many seconds: a restart of one is usual."""
 
@@ -424,7 +427,7 @@ def _failing(run: Run, now: float) -> Iterator[Reason]:
         code=f"{layer}-failing",
         message=(
             f"The {layer} is failing: {failed} of the last {len(run.recent_failures)} attempts failed there, "
-            f"the last with {last.kind}: {last.message}{backoff}"
+            f"the last with {last.kind}: {_shortened(last.message)}{backoff}"
         ),
         facts={"failed": failed, "of": len(run.recent_failures), "kind": last.kind},
     )
@@ -450,3 +453,9 @@ def _collecting(run: Run, awaited: list[str] | None, filter: GroupFilter) -> Rea
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _shortened(message: str) -> str:
+    """The first part of a message on one line: a failure may quote whatever a policy wrote."""
+    text = " ".join(message[: 2 * MAX_MESSAGE].split())
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 1]}…"

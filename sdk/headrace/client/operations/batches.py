@@ -261,6 +261,8 @@ class BatchOperations(RunOperations, TrajectoryOperations):
         Their digest is sent too, if this process can read the folder. Raises BatchSuperseded if the lease was lost, and
         WeightsDamaged for incomplete files.
         """
+        if not isinstance(batch, Batch):
+            raise InvalidRequest(f"ack got {batch!r:.80}.", hint="Pass the batch that `pull` or `batches` returned.")
         name = ""
         if version is not None:
             name = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)

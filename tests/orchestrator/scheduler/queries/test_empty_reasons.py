@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace.errors import (
@@ -18,6 +19,16 @@ def test_a_failing_policy_is_a_reason(harness):
     assert "policy-failing" in codes(reply)
     message = next(reason.message for reason in reply.reasons if reason.code == "policy-failing")
     assert "4 of the last 4 attempts failed there, the last with unreachable: Connection refused." in message
+
+
+def test_a_reason_shows_the_first_part_of_a_long_message_on_one_line(harness):
+    harness.run(group_size=2, batch_size=2)
+    for attempt in harness.lease(4):
+        harness.finish(attempt, "failed", failure=msgspec.structs.replace(NO_POLICY, message="line\n" * 5000))
+    message = next(reason.message for reason in harness.empty().reasons if reason.code == "policy-failing")
+    assert "line line" in message
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 def test_an_empty_answer_always_has_a_reason(harness):
