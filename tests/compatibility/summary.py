@@ -137,7 +137,7 @@ def served(url: str, data: Path) -> dict[str, Any]:
         path = f"{api}/runs/{run['name']}"
         servers = request_json("GET", f"{path}/servers")
         runs[run["name"]] = {
-            "status": _without_soft_fields(run),
+            "status": _without_soft_fields(request_json("GET", path)),
             "groups": request_json("GET", f"{path}/groups"),
             "servers": [server["address"] for server in servers.get("servers", [])],
             "skipped": servers.get("skipped", []),
