@@ -26,11 +26,11 @@ from headrace.batch.batch import Batch
 from headrace.batch.body import RowAdvantages, read_advantages, read_manifest
 from headrace.batch.manifest import Manifest
 from headrace.common.arguments import require_known, sorted_names
-from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
+from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, UnknownBatch, UnknownTrajectory
 from headrace.store import log_files, log_format
 from headrace.store.asset_files import FOLDER, read_asset
 from headrace.store.catalog import BatchState, Catalog, CatalogBatch
-from headrace.store.log_files import LogFile
+from headrace.store.log_files import LogFile, require_own_log
 from headrace.store.log_format import Frame, FrameType
 from headrace.store.regular_files import open_descriptor, require_regular_entries
 from headrace.trajectory import Status, Trajectory, Version
@@ -164,11 +164,7 @@ class Reader:
         self.damaged: list[LogDamage] = []
         self.strict = strict
         self._on_progress = on_progress
-        if not (path / "log").is_dir():
-            raise SetupError(
-                f"{path} is not a data directory: it has no folder named log.",
-                hint="Give the directory with which the orchestrator was started (--data).",
-            )
+        require_own_log(path)
         require_regular_entries(path)
 
     def trajectories(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
+from headrace.store.log_files import require_own_log
 from headrace.store.regular_files import open_descriptor, read_file, require_regular_entries
 from headrace_orchestrator.buffer.durable_files import replace_file
 
@@ -112,11 +113,7 @@ class DataDirectory:
 
 def require_log(path: Path) -> None:
     """Raise SetupError if this is not a data directory, or has symbolic links or special files."""
-    if not (path / "log").is_dir():
-        raise SetupError(
-            f"{path} is not a data directory: it has no folder named log.",
-            hint="Give the directory that the orchestrator was started with (--data).",
-        )
+    require_own_log(path)
     require_regular_entries(path)
 
 

@@ -2,6 +2,7 @@
 
 * The directory listing is the only list of the log's files.
 * The head of the next file states how much of a file is valid; the remains of a failed write after that are ignored.
+* A folder of other files is not taken for a log.
 * A file with another name, or of another log, is refused, and the error names it.
 """
 
@@ -17,6 +18,9 @@ from headrace.errors import SetupError
 from headrace.store import log_format
 from headrace.store.log_format import Damage, FileHead, Frame
 from headrace.store.regular_files import open_to_read
+
+_BESIDE = ("epoch", "owner", "backup.json")
+"""Files beside the folder ``log`` of a data directory or a backup."""
 
 
 class LogFile(NamedTuple):
@@ -119,3 +123,28 @@ def _number(path: Path) -> int:
             f"The file {path} is not a file of this log.", hint="Move it away: log files are named by eight digits."
         )
     return int(path.stem)
+
+
+def require_own_log(path: Path) -> None:
+    """Raise SetupError if this is neither a data directory nor a backup: it has no folder ``log``, or files there of
+    which none begins like a log, and none of the files that an orchestrator or a backup leaves beside it."""
+    if not (path / "log").is_dir():
+        raise SetupError(
+            f"{path} is not a data directory: it has no folder named log.",
+            hint="Give the directory that the orchestrator was started with (--data).",
+        )
+    if any((path / name).exists() for name in _BESIDE):
+        return
+    begins = [_beginning(file) for file in (path / "log").iterdir()]
+    if any(begins) and not any(begin and log_format.MAGIC.startswith(begin) for begin in begins):
+        raise SetupError(
+            f"{path} is not a data directory: no file in its folder log begins like a log.",
+            hint="Give the directory that the orchestrator was started with (--data).",
+        )
+
+
+def _beginning(file: Path) -> bytes:
+    if not file.is_file() or file.is_symlink():
+        return b""
+    with file.open("rb") as stream:
+        return stream.read(len(log_format.MAGIC))

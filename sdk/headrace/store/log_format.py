@@ -41,7 +41,7 @@ FORMAT = 1
 HEADER_BYTES = 64
 """Bytes from the start of a frame to its payload."""
 
-_MAGIC = b"HRLOGFRM"
+MAGIC = b"HRLOGFRM"
 _FIELDS = struct.Struct("<8sHHQ")
 _HEADER = struct.Struct(f"<{_FIELDS.size}sII36x")
 _CHECKED_BYTES = _FIELDS.size + 2 * 4
@@ -311,7 +311,7 @@ def _checksum() -> Callable[[bytes], int]:
 
 
 def _pack_header(kind: FrameType, copy: int, length: int, checksum: int) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, kind, copy, length)
+    fields = _FIELDS.pack(MAGIC, kind, copy, length)
     return _HEADER.pack(fields, crc32c(fields), checksum)
 
 
@@ -363,11 +363,11 @@ def _magic_offsets(stream: BinaryIO, start: int, end: int) -> Iterator[int]:
     """Aligned offsets in [start, end) with the magic of a frame."""
     base = start
     for block in _blocks(stream, start, end):
-        at = block.find(_MAGIC)
+        at = block.find(MAGIC)
         while at >= 0:
             if at % ALIGNMENT == 0:
                 yield base + at
-            at = block.find(_MAGIC, at + 1)
+            at = block.find(MAGIC, at + 1)
         base += len(block)
 
 
@@ -388,7 +388,7 @@ def _parse_header(raw: bytes) -> _Header | None:
         return None
     fields, header_crc, payload_crc = _HEADER.unpack_from(raw)
     magic, kind, copy, length = _FIELDS.unpack(fields)
-    if magic != _MAGIC or crc32c(fields) != header_crc or kind not in FrameType._value2member_map_:
+    if magic != MAGIC or crc32c(fields) != header_crc or kind not in FrameType._value2member_map_:
         return None
     return _Header(FrameType(kind), copy, length, payload_crc)
 

@@ -63,3 +63,15 @@ async def test_a_start_on_a_disk_with_little_space_left_ends_with_a_typed_error(
 def test_a_projection_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be opened"):
         SqliteProjection(tmp_path / "missing" / "projection.sqlite", "log")
+
+
+@pytest.mark.parametrize("command", [["fsck"], ["export", "--format", "jsonl"]])
+def test_a_folder_of_other_files_is_not_taken_for_a_data_directory(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "other" / "log").mkdir(parents=True)
+    (tmp_path / "other" / "log" / "00000001.log").write_bytes(b"notes")
+    name, *options = command
+    destination = [str(tmp_path / "out")] if name == "export" else []
+    refused = CliRunner().invoke(cli, [name, str(tmp_path / "other"), *destination, *options])
+    assert refused.exit_code == 1
+    assert "begins like a log" in refused.output
+    assert not (tmp_path / "out").exists()
