@@ -25,13 +25,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import msgspec
 
 from headrace.assets import Image
 from headrace.common.registry import installed
-from headrace.errors import InvalidRequest, UnknownEnvironment
+from headrace.errors import HeadraceError, InvalidRequest, SetupError, UnknownEnvironment
 from headrace.trajectory import ContentPart
 
 Observation = str | list[ContentPart | Image]
@@ -165,7 +166,8 @@ def registered() -> list[str]:
 
 
 def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvironment:
-    """Create the environment with that id. Raises UnknownEnvironment; errors of its constructor pass through."""
+    """Create the environment with that id. Raises UnknownEnvironment, and SetupError for an entry point that cannot be
+    loaded; errors of its constructor pass through."""
     family, _, name = environment_id.partition(":")
     factory = _find(environment_id)
     if factory is None and (of_family := _find(f"{family}:*")) is not None:
@@ -181,10 +183,30 @@ def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvir
     return factory(**kwargs)
 
 
+def _load(point: EntryPoint) -> EnvironmentFactory:
+    """Load the factory that an entry point names. Raises SetupError, which names the entry point."""
+    try:
+        factory = point.load()
+    except HeadraceError:
+        raise  # it says what is missing
+    except (Exception, SystemExit) as error:
+        raise SetupError(
+            f"The environment {point.name!r} cannot be loaded: its entry point {point.value!r} raised "
+            f"{type(error).__name__}: {error}.",
+            hint=f"Correct the entry point of the group {ENTRY_POINT_GROUP!r}; install its package where this runs.",
+        ) from error
+    if not callable(factory):
+        raise SetupError(
+            f"The environment {point.name!r} is a {type(factory).__name__}, which cannot be called.",
+            hint=f"Its entry point {point.value!r} has to name a class or a function that returns an environment.",
+        )
+    return cast("EnvironmentFactory", factory)
+
+
 def _find(key: str) -> EnvironmentFactory | None:
     factory = _registry.get(key)
     if factory is None and key in (points := installed(ENTRY_POINT_GROUP)):
-        factory = points[key].load()
+        factory = _load(points[key])
     if isinstance(factory, str):
         module, _, name = factory.partition(":")
         factory = getattr(importlib.import_module(module), name)

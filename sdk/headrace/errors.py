@@ -434,6 +434,14 @@ class EstimatorFailed(ServiceError):
     title = "The estimator of the run failed"
 
 
+class SelectionRuleFailed(ServiceError):
+    """A selection rule of another package is not installed, raised, or gave groups or weights that cannot be used;
+    ``extra["rule"]`` names it."""
+
+    code = "selection-rule-failed"
+    title = "The selection rule of the run failed"
+
+
 class CorruptAsset(ServiceError):
     """The bytes of a stored asset do not match its name."""
 

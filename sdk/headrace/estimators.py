@@ -184,6 +184,16 @@ ESTIMATORS = Registry(
 """The estimators of Headrace. GAE needs the learner's values, and is a separate function."""
 
 _BUILT_IN = frozenset(ESTIMATORS)
+
+
+def stored_estimator(name: str) -> Estimator:
+    """The estimator of a run that was created with it. Raises EstimatorFailed if its package is gone."""
+    try:
+        return ESTIMATORS.find(name)
+    except InvalidRequest as error:
+        raise EstimatorFailed(error.detail, hint=error.hint, estimator=name) from error
+
+
 """Names of estimators whose values need no check."""
 
 
@@ -252,7 +262,7 @@ def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools) -> 
     hint = "Correct the estimator, or create a run with another one."
     try:
         values = np.asarray(estimator.values(_read_only(inputs)), np.float64)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EstimatorFailed(
             f"Estimator {name!r} raised {type(error).__name__}: {error}.", hint=hint, estimator=name
         ) from error

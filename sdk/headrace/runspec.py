@@ -172,7 +172,9 @@ class EstimatorSpec(_Model):
         return value if value == NONE or info.context is STORED else _require_registered(ESTIMATORS, value)
 
     @model_validator(mode="after")
-    def _ddof_fits(self) -> Self:
+    def _ddof_fits(self, info: ValidationInfo) -> Self:
+        if info.context is STORED:
+            return self
         token = self.weighting == "token" or (self.name != NONE and ESTIMATORS.find(self.name).by_tokens)
         if token and self.ddof != 0:
             raise ValueError("ddof must be 0 with token weighting: token counts are weights, not samples")
@@ -420,8 +422,8 @@ class SelectionSpec(_Model):
 
     @field_validator("order")
     @classmethod
-    def _order_is_known(cls, value: str) -> str:
-        return _require_registered(SELECTION_RULES, value)
+    def _order_is_known(cls, value: str, info: ValidationInfo) -> str:
+        return value if info.context is STORED else _require_registered(SELECTION_RULES, value)
 
 
 class RunSpec(_Model):

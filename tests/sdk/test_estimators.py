@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,6 +318,7 @@ def estimate_with(values: Any, monkeypatch: pytest.MonkeyPatch, **fields: Any) -
         (lambda inputs: 0.0, r"returned an array of shape \(\), not \(2,\)"),
         (lambda inputs: None, r"returned nan|raised TypeError|shape \(\)"),
         (lambda inputs: 1 / 0, r"raised ZeroDivisionError: division by zero"),
+        (lambda inputs: sys.exit("over"), r"raised SystemExit: over"),
         (lambda inputs: np.negative(inputs.returns, out=inputs.returns), r"raised ValueError: .*read-only"),
         (lambda inputs: inputs.experience.rewards.sort(), r"raised ValueError: .*read-only"),
     ],

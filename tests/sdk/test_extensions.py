@@ -104,3 +104,28 @@ def test_an_entry_point_that_cannot_be_loaded_or_is_of_another_type_is_named(ins
     gone, odd = out.splitlines()
     assert "The estimator 'gone' cannot be loaded: its entry point 'extension:gone' raised AttributeError" in gone
     assert "The estimator 'odd' is a SelectionRule, not a Estimator." in odd
+
+
+def test_an_environment_whose_entry_point_cannot_be_loaded_is_named(installed: Path) -> None:
+    (installed / "extension-1.0.dist-info" / "entry_points.txt").write_text(
+        "[headrace.environments]\nmy:Gone = extension:gone\nmy:Odd = extension:odd\nmy:Ends = ends:Environment\n"
+    )
+    (installed / "extension.py").write_text("odd = 5\n")
+    (installed / "ends.py").write_text("raise SystemExit(3)\n")
+    out = printed_by(
+        """
+        from headrace.environment import make
+        from headrace.errors import SetupError
+
+        for name in ("my:Gone", "my:Odd", "my:Ends"):
+            try:
+                make(name)
+            except SetupError as error:
+                print(error.detail)
+        """,
+        installed,
+    )
+    gone, odd, ends = out.splitlines()
+    assert "The environment 'my:Gone' cannot be loaded: its entry point 'extension:gone' raised AttributeError" in gone
+    assert odd == "The environment 'my:Odd' is a int, which cannot be called."
+    assert ends.endswith("its entry point 'ends:Environment' raised SystemExit: 3.")

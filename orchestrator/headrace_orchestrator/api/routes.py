@@ -202,6 +202,7 @@ def _learner_routes() -> list[Route]:
                 errors.SessionSuperseded,
                 errors.CorruptRecord,
                 errors.EstimatorFailed,
+                errors.SelectionRuleFailed,
             ),
         ),
         run_command(

@@ -125,6 +125,7 @@ _WAITED_FOR = {
     "no-rows": "episodes in which the policy acts",
     "prompts-differ": "groups whose members have the same task",
     "estimator-failing": "the estimator, which fails",
+    "selection-rule-failing": "the selection rule, which fails",
     "group-ended": "nothing: a group that it waits for has ended",
 }
 """The reasons of an empty pull in words, by code."""

@@ -29,7 +29,6 @@ from headrace.batch.manifest import (
 )
 from headrace.common.formats import SCHEMA
 from headrace.estimators import (
-    ESTIMATORS,
     F64,
     NONE,
     Estimate,
@@ -38,6 +37,7 @@ from headrace.estimators import (
     episode_rewards,
     group_statistics,
     returns_to_go,
+    stored_estimator,
 )
 from headrace.moments import Moments
 from headrace.trajectory import Version
@@ -103,9 +103,9 @@ def compute(
     bin_tokens: int = 0,
 ) -> ComputedBatch:
     """Compute manifest and columns of these groups. Arguments and errors are those of ``build_head``."""
+    by_tokens = estimator.name != NONE and stored_estimator(estimator.name).by_tokens
     agent_episodes = collect_agent_episodes(groups)
     estimate = _estimate(estimator, agent_episodes)
-    by_tokens = estimator.name != NONE and ESTIMATORS.find(estimator.name).by_tokens
     weighting: Weighting = "token" if by_tokens else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
     ranges = [_version_ranges(group) for group in groups]

@@ -35,7 +35,7 @@ class Registry(dict[str, T]):
             raise InvalidRequest(f"No {self.kind} {name!r}.", hint=f"Known: {', '.join(self.names())}.")
         try:
             item = point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InvalidRequest(
                 f"The {self.kind} {name!r} cannot be loaded: its entry point {point.value!r} raised "
                 f"{type(error).__name__}: {error}.",

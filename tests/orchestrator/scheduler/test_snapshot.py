@@ -161,6 +161,7 @@ SOFT = {
         "cut_deadlines",
         "learners",
         "retiring",
+        "selection_failure",
     },
 }
 BY_REFERENCE = {

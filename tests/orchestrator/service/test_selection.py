@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from headrace.batch.batch import Batch
 from headrace.batch.manifest import BatchSelection
 from headrace.estimators import ESTIMATORS, Estimator
+from headrace.selection import SELECTION_RULES, SelectionRule
 from headrace.wire import messages
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -83,3 +86,43 @@ async def test_an_estimator_that_fails_ends_the_pull_and_is_a_reason_until_it_wo
     assert isinstance(await api.pull(request="r"), Batch)
     reasons = (await api.ask("GET", "/v1/runs/run"))["reasons"]
     assert "estimator-failing" not in [reason["code"] for reason in reasons]
+
+
+@pytest.mark.parametrize(
+    ("rule", "detail"),
+    [
+        (SelectionRule(lambda groups: 1 / 0), "raised ZeroDivisionError: division by zero."),
+        (
+            SelectionRule(lambda groups: groups.drawn(), lambda priority, exponent: 0.0),
+            "returned the weight 0.0 for priority 1 and exponent 1, which is not a number above 0 and up to 1e+60.",
+        ),
+    ],
+    ids=["order", "weight"],
+)
+async def test_a_selection_rule_that_fails_ends_the_pull_and_is_a_reason_until_it_works_also_after_a_restart(
+    rule: SelectionRule, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SELECTION_RULES, "own", rule)
+    async with orchestrator(tmp_path) as api:
+        await api.create_run(group_size=1, batch_size=1, selection={"order": "own"})
+        await api.play(free=1)
+        await refused(api, detail)
+    async with orchestrator(tmp_path) as api:
+        await refused(api, detail)
+    monkeypatch.setitem(SELECTION_RULES, "own", SelectionRule(lambda groups: groups.drawn()))
+    async with orchestrator(tmp_path) as api:
+        assert isinstance(await api.pull(request="r"), Batch)
+        assert "selection-rule-failing" not in await reason_codes(api)
+
+
+async def refused(api: Api, detail: str) -> None:
+    """Pull, and expect that the run's own selection rule fails."""
+    request = {"learner": "learner", "session": "one", "request": "r"}
+    problem = await api.ask("POST", "/v1/runs/run/pull", request, status=500)
+    assert (problem["code"], problem["rule"]) == ("selection-rule-failed", "own")
+    assert problem["detail"] == f"Selection rule 'own' {detail}"
+    assert "selection-rule-failing" in await reason_codes(api)
+
+
+async def reason_codes(api: Api) -> list[str]:
+    return [reason["code"] for reason in (await api.ask("GET", "/v1/runs/run"))["reasons"]]

@@ -10,12 +10,13 @@
 * A batch is redelivered only to a pull whose filter or groups it fits.
 * A pull that names groups is served exactly these, once complete.
 * A pull on an idle run admits one more group, unless the byte bound or a held batch blocks it.
+* A selection rule that fails ends the pull with SelectionRuleFailed, and leaves the groups eligible.
 """
 
 from __future__ import annotations
 
 from headrace.batch.manifest import BatchSelection
-from headrace.errors import BatchSuperseded, Conflict, InvalidRequest, UnknownGroup
+from headrace.errors import BatchSuperseded, Conflict, InvalidRequest, SelectionRuleFailed, UnknownGroup
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.apply.transition_table import emit
@@ -26,6 +27,7 @@ from headrace_orchestrator.scheduler.commands.sessions import activity_of, relea
 from headrace_orchestrator.scheduler.queries import empty_reasons, selection
 from headrace_orchestrator.scheduler.state.batches import OpenBatch
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
+from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
@@ -199,7 +201,7 @@ def _plan(state: SchedulerState, run: Run, awaited: list[str] | None, filter: Gr
     if run.closed:
         return None  # its remaining groups wait to be retired
     if awaited is None:
-        groups = selection.choose(run, filter)
+        groups = _choose(run, filter)
     else:
         order = "awaited"
         groups = [run.groups[id] for id in awaited if id in run.groups]
@@ -213,6 +215,18 @@ def _plan(state: SchedulerState, run: Run, awaited: list[str] | None, filter: Gr
         [(group.id, group.trajectories) for group in groups],
         BatchSelection(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
     )
+
+
+def _choose(run: Run, filter: GroupFilter) -> list[Group]:
+    """The groups that the run's rule chooses. Raises SelectionRuleFailed; the failure is a reason until it works."""
+    try:
+        groups = selection.choose(run, filter)
+    except SelectionRuleFailed as error:
+        run.selection_failure = str(error)
+        raise
+    if groups:
+        run.selection_failure = ""
+    return groups
 
 
 def _admit_one_more(state: SchedulerState, run: Run, now: float) -> None:

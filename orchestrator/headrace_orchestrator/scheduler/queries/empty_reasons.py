@@ -91,6 +91,9 @@ def _blocked(run: Run, awaited: list[str] | None) -> Iterator[Reason]:
     held = [batch for batch in run.batches_for_any_pull() if batch.leased]
     if run.estimator_failure:
         yield Reason(code="estimator-failing", message=run.estimator_failure, facts={"name": run.spec.estimator.name})
+    if run.selection_failure and awaited is None:
+        facts = {"name": run.spec.selection.order}
+        yield Reason(code="selection-rule-failing", message=run.selection_failure, facts=facts)
     yield from _held_batches(run, held) if awaited is None else _awaited_in_batches(run, awaited)
     yield from _missing_shards(run)
     yield from _byte_bound(run)

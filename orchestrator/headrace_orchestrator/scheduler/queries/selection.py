@@ -8,6 +8,7 @@
 * Fifo passes over an older group in flight only while that can still be served in the batch after; else it waits.
 * Groups that do not fit the filter of a pull are never chosen, and never waited for.
 * Selection reads only the groups that it takes.
+* A rule of another package that raises, yields a group twice or no eligible group, or reads without end fails typed.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-from headrace.selection import SELECTION_RULES, SelectionRule
+from headrace.errors import SelectionRuleFailed
+from headrace.selection import BUILT_IN, MAX_VALUE, SelectionRule, rule_failure, rule_raised, stored_rule
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 
+MAX_READS = 1_000_000
+READS_PER_GROUP = 64
+"""Groups that a rule of another package may read for one batch: this many, or this many times the eligible ones. A rule
+that reads more would never end."""
+
 
 def choose(run: Run, filter: GroupFilter) -> list[Group]:
-    """The groups of the next batch, in its order; none if too few are eligible."""
+    """The groups of the next batch, in its order; none if too few are eligible. Raises SelectionRuleFailed."""
+    rule = stored_rule(run.spec.selection.order)
     last = run.spec.partial_batches and _is_last(run)
     room = _room(run, filter)
     if not last and run.eligible.count(filter) < room.groups:
         return []
-    rule = SELECTION_RULES.find(run.spec.selection.order)
+    run.eligible.require_weights()
     awaited = awaited_group(run, filter)
     if awaited is not None and _is_short_before(run, filter, awaited, room, rule):
         return []
     with closing(_Eligible(run, filter)) as groups:
-        ordered = rule.order(groups)
+        ordered = rule.order(groups) if run.spec.selection.order in BUILT_IN else _checked(rule, groups)
         if awaited is not None:
             ordered = (group for group in ordered if group.dispatch_order < awaited.dispatch_order)
         taken, enough = _fill(room, ordered)
@@ -49,7 +57,11 @@ def awaited_group(run: Run, filter: GroupFilter) -> Group | None:
     be out of bound at its turn is waited for. With several uses, used groups come before it again and again, so no
     group is passed over.
     """
-    if not SELECTION_RULES.find(run.spec.selection.order).waits:
+    try:
+        waits = stored_rule(run.spec.selection.order).waits
+    except SelectionRuleFailed:
+        return None  # the pull says so
+    if not waits:
         return None
     steps = len(run.batches) + 1
     slack = run.spec.max_staleness - steps if run.spec.max_uses == 1 else -1
@@ -94,17 +106,57 @@ class _Eligible:
         self._run = run
         self._filter = filter
         self._draws = ExitStack()
+        self.name = run.spec.selection.order
+        self._reads_left = max(MAX_READS, READS_PER_GROUP * len(run.eligible))
 
     def in_order(self, *, backwards: bool = False) -> Iterator[Group]:
-        return self._run.eligible.in_order(self._filter, backwards=backwards)
+        return self._bounded(self._run.eligible.in_order(self._filter, backwards=backwards))
 
     def drawn(self) -> Iterator[Group]:
         run = self._run
         draw = run.eligible.drawn(self._filter, _SeededDraw(run.spec.seed, run.batches_formed).below)
-        return self._draws.enter_context(closing(draw))
+        return self._bounded(self._draws.enter_context(closing(draw)))
+
+    def has(self, group: object) -> bool:
+        """True for an eligible group that fits the filter."""
+        return isinstance(group, Group) and self._run.eligible.may_be_chosen(group, self._filter)
+
+    def _bounded(self, groups: Iterator[Group]) -> Iterator[Group]:
+        """The groups, counted for a rule of another package; each call counts as well, as an empty one could repeat."""
+        if self.name in BUILT_IN:
+            return groups
+        self._count_read()
+        return map(self._counted, groups)
+
+    def _counted(self, group: Group) -> Group:
+        self._count_read()
+        return group
+
+    def _count_read(self) -> None:
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise rule_failure(self.name, "read groups without end")
 
     def close(self) -> None:
         self._draws.close()
+
+
+def _checked(rule: SelectionRule, groups: _Eligible) -> Iterator[Group]:
+    """The groups in the order of a rule of another package. Raises SelectionRuleFailed."""
+    yielded: set[int] = set()
+    try:
+        for group in rule.order(groups):
+            if not groups.has(group):
+                shown = f"group {group.id}" if isinstance(group, Group) else repr(group)[:MAX_VALUE]
+                raise rule_failure(groups.name, f"yielded {shown}, which is no eligible group of the pull")
+            if group.dispatch_order in yielded:
+                raise rule_failure(groups.name, f"yielded group {group.id} twice")
+            yielded.add(group.dispatch_order)
+            yield group
+    except SelectionRuleFailed:
+        raise
+    except (Exception, SystemExit) as error:
+        raise rule_raised(groups.name, error) from error
 
 
 def _fill(room: _BatchRoom, groups: Iterator[Group]) -> tuple[list[Group], bool]:

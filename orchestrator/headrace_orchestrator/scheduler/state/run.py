@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.estimators import ESTIMATORS, NONE
+from headrace.errors import EstimatorFailed
+from headrace.estimators import NONE, stored_estimator
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
@@ -209,6 +210,8 @@ class Run:
         self.retiring = False
         #: Soft: the error of the run's estimator where it could not compute the last batch; else empty.
         self.estimator_failure = ""
+        #: Soft: the error of the run's selection rule where it could not choose the last batch; else empty.
+        self.selection_failure = ""
         #: Soft.
         self.lost_attempts: deque[LostAttempt] = deque(maxlen=REMEMBERED_LOSSES)
         self.failure_streak = FailureStreak()
@@ -299,9 +302,13 @@ class Run:
 
     @property
     def compares_members(self) -> bool:
-        """True if the returns of a group's members are compared, by the estimator or by the learner itself."""
+        """True if the returns of a group's members are compared, by the estimator or by the learner itself; as by
+        default if the estimator's package is gone."""
         name = self.spec.estimator.name
-        return name == NONE or ESTIMATORS.find(name).compares
+        try:
+            return name == NONE or stored_estimator(name).compares
+        except EstimatorFailed:
+            return True
 
     def is_incomparable(self, group: Group) -> bool:
         """True if the members of the group would be compared although they had different tasks."""

@@ -49,8 +49,9 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A reason why no batch can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
     evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, adapters, draining,
-    closed, filtered, zero-variance, row-too-long, no-rows, prompts-differ, estimator-failing, oldest-group,
-    policy-outdated. A layer that keeps failing has LAYER-failing, such as policy-failing.
+    closed, filtered, zero-variance, row-too-long, no-rows, prompts-differ, estimator-failing,
+    selection-rule-failing, oldest-group, policy-outdated. A layer that keeps failing has LAYER-failing, such as
+    policy-failing.
 
     ``group-ended``: an awaited group was retired unserved; ``facts["reason"]`` says why, and ``facts["failure"]`` is
     the last failure of an episode of it, if one failed. ``shards-not-fetched``: a batch is held for ranks that did not
@@ -58,6 +59,8 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     batch omits groups whose returns are all equal. ``row-too-long``: groups were retired that did not fit into a bin.
     ``no-rows``: episodes ended without a turn to train on, counted by cause. ``prompts-differ``: members of a group had
     different first prompts.
+    ``estimator-failing``, ``selection-rule-failing``: the estimator or selection rule of the run, ``facts["name"]``,
+    failed at the last batch.
     ``oldest-group``: enough groups are ready, and the batch waits for an older one rather than let it go stale.
     ``policy-outdated``: no policy server has a version that could be served; ``facts["servers"]`` has theirs.
     """

@@ -2,6 +2,7 @@
 
 * Groups that a new version leaves out of bound are set aside, a whole tree at a time, and never chosen.
 * A draw is the same in whatever order the groups became eligible.
+* A group whose weight cannot be computed has the lowest, and the next choice tells it.
 
 A tree holds the groups of one kind (environment and tags) and one span (lowest and highest versions).
 """
@@ -13,6 +14,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
+from headrace.errors import SelectionRuleFailed
+from headrace_orchestrator.scheduler.state.eligible.draw_weights import LOWEST
 from headrace_orchestrator.scheduler.state.eligible.filters import GroupFilter, TaskKind, kind_of
 from headrace_orchestrator.scheduler.state.eligible.sum_tree import SumTree
 from headrace_orchestrator.scheduler.state.groups import Group
@@ -22,13 +25,15 @@ TreeKey = tuple[TaskKind, Span]
 
 
 class EligibleIndex:
-    """Eligible groups. ``weight_of`` computes a group's weight in a draw, at least 1."""
+    """Eligible groups. ``weight_of`` computes a group's weight in a draw, at least 1, or raises SelectionRuleFailed."""
 
     def __init__(self, bound: int, weight_of: Callable[[Group], int]) -> None:
         self._bound = bound
         self._weight_of = weight_of
         #: Groups by place in the order of dispatch.
         self._groups: dict[int, Group] = {}
+        #: Groups whose weight could not be computed, by place.
+        self._unweighted: dict[int, Group] = {}
         self._in_bound: dict[TreeKey, SumTree] = {}
         #: Trees of groups that are out of bound: they are never chosen, and wait to be retired.
         self._out_of_bound: dict[TreeKey, SumTree] = {}
@@ -53,12 +58,13 @@ class EligibleIndex:
         if tree is None:
             trees = self._out_of_bound if versions.bound_violation(key[1], self._bound) else self._in_bound
             tree = trees.setdefault(key, SumTree())
-        tree.add(group.dispatch_order, self._weight_of(group))
+        tree.add(group.dispatch_order, self._weight(group))
         self._groups[group.dispatch_order] = group
 
     def remove(self, group: Group) -> None:
         """Remove a group."""
         del self._groups[group.dispatch_order]
+        self._unweighted.pop(group.dispatch_order, None)
         key = _key_of(group)
         trees = self._in_bound if key in self._in_bound else self._out_of_bound
         tree = trees[key]
@@ -72,7 +78,21 @@ class EligibleIndex:
             key = _key_of(group)
             tree = self._in_bound[key] if key in self._in_bound else self._out_of_bound[key]
             tree.remove(group.dispatch_order)
-            tree.add(group.dispatch_order, self._weight_of(group))
+            self._unweighted.pop(group.dispatch_order, None)
+            tree.add(group.dispatch_order, self._weight(group))
+
+    def require_weights(self) -> None:
+        """Compute the weights again that could not be computed. Raises SelectionRuleFailed at the first that still
+        cannot."""
+        for group in list(self._unweighted.values()):
+            self._weight_of(group)
+            self.update_weight(group)
+
+    def may_be_chosen(self, group: Group, filter: GroupFilter) -> bool:
+        """True if this group is in the index, within bound, and of a fitting kind; also while it is drawn."""
+        kind, span = _key_of(group)
+        indexed = self._groups.get(group.dispatch_order) is group
+        return indexed and (kind, span) in self._in_bound and filter.fits(kind)
 
     def update_versions(self, versions: Versions) -> None:
         """Sort the trees again after a change of the current version: a rewind may bring some back within bound."""
@@ -114,6 +134,14 @@ class EligibleIndex:
         """Trees within bound, sorted by key, so that nothing depends on the order in which they were made."""
         fitting = [item for item in self._in_bound.items() if filter.fits(item[0][0])]
         return [tree for _, tree in sorted(fitting, key=lambda item: item[0])]
+
+    def _weight(self, group: Group) -> int:
+        """The weight of a group; the lowest if it cannot be computed, because applying an event must not fail."""
+        try:
+            return self._weight_of(group)
+        except SelectionRuleFailed:
+            self._unweighted[group.dispatch_order] = group
+            return LOWEST
 
     def contents(self) -> list[Any]:
         """The trees as plain values."""
