@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -159,7 +160,7 @@ class Histories(RuleBasedStateMachine):
             "attempt_lease_s": 1e6,
             "batch_lease_s": 30.0,
         }
-        self.buffer.do(self.buffer.service.create_run(spec))
+        self.buffer.do(self.buffer.service.create_run(msgspec.json.encode(spec)))
 
     # Workers
 

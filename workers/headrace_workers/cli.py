@@ -14,7 +14,7 @@ import click
 from headrace.common.ids import new_id
 from headrace.errors import SetupError
 from headrace.server import logs
-from headrace.server.option_types import Seconds
+from headrace.server.option_types import SecondsRange
 from headrace.wire.messages import MAX_SLOTS
 from headrace.wire.policy_server import canonical_address
 from headrace_workers.imports import import_all
@@ -100,7 +100,7 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
 )
 @click.option(
     "--grace-s",
-    type=Seconds(0),
+    type=SecondsRange(0),
     default=30.0,
     show_default=True,
     help="Seconds to finish running episodes after a request to stop.",

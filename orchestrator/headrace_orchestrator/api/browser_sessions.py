@@ -24,7 +24,7 @@ MAX_SESSIONS = 1000
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 """Methods that change nothing."""
 
-Header = Callable[[bytes], str]
+ReadHeader = Callable[[bytes], str]
 """Returns a header of a request, or an empty string."""
 
 
@@ -44,7 +44,7 @@ class BrowserSessions:
         self._clock = clock
         self._sessions: dict[str, _Session] = {}  # the oldest first
 
-    def begin(self, token: Token, header: Header) -> str:
+    def begin(self, token: Token, header: ReadHeader) -> str:
         """Begin a session; returns the header ``Set-Cookie`` of its response."""
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
@@ -52,12 +52,12 @@ class BrowserSessions:
         self._sessions[name] = _Session(token, self._clock() + SESSION_S)
         return _cookie(name, header)
 
-    def end(self, header: Header) -> str:
+    def end(self, header: ReadHeader) -> str:
         """End the session of a request; returns the header ``Set-Cookie`` that deletes its cookie."""
         self._sessions.pop(_session_in(header), None)
         return f"{_cookie('', header)}; Max-Age=0"
 
-    def token(self, header: Header, method: str) -> Token | None:
+    def token(self, header: ReadHeader, method: str) -> Token | None:
         """The token of a request's session; None without one. Raises ForeignOrigin for a request that changes something
         and may come from a page of another site."""
         if not self._sessions:
@@ -75,7 +75,7 @@ class Browser(NamedTuple):
 
     auth: Auth
     sessions: BrowserSessions
-    header: Header
+    header: ReadHeader
 
     def sign_in(self, token: str) -> str:
         """Begin a session; returns ``Set-Cookie``. Raises Unauthorized, Forbidden or ForeignOrigin."""
@@ -94,7 +94,7 @@ class Browser(NamedTuple):
         return self.sessions.token(self.header, "GET") is not None
 
 
-def require_own_origin(header: Header) -> None:
+def require_own_origin(header: ReadHeader) -> None:
     """Raise ForeignOrigin unless a browser states that a page of this service caused the request."""
     site, origin = header(b"sec-fetch-site"), header(b"origin")
     if site == "same-origin" or (not site and is_own_origin(origin, header(b"host"))):
@@ -105,18 +105,18 @@ def require_own_origin(header: Header) -> None:
     )
 
 
-def _cookie(value: str, header: Header) -> str:
+def _cookie(value: str, header: ReadHeader) -> str:
     secure = "; Secure" if header(b"origin").startswith("https:") else ""
     return f"{_name(header)}={value}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
-def _name(header: Header) -> str:
+def _name(header: ReadHeader) -> str:
     """The cookie's name, with the port: browsers do not tell the ports of a host apart."""
     port = header(b"host").rpartition(":")[2]
     return f"headrace-{port}" if port.isascii() and port.isdecimal() else "headrace"
 
 
-def _session_in(header: Header) -> str:
+def _session_in(header: ReadHeader) -> str:
     for part in header(b"cookie").split(";"):
         name, _, value = part.strip().partition("=")
         if name == _name(header):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from headrace.server.option_types import Seconds
+from headrace.server.option_types import SecondsRange
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -52,7 +52,7 @@ _BINDING: tuple[Decorator, ...] = (
         "--max-wait-s",
         default=60.0,
         show_default=True,
-        type=Seconds(1),
+        type=SecondsRange(1),
         envvar="HEADRACE_MAX_WAIT_S",
         show_envvar=True,
         help="Longest long poll, in seconds: keep it below the read timeout of a proxy in front.",

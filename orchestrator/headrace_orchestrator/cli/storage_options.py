@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from headrace.bounds import MAX_EXACT
-from headrace.server.option_types import Seconds
+from headrace.server.option_types import SecondsRange
 from headrace_orchestrator.buffer.retention_rules import RetentionRules
 
 _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
     (
         "--keep-age-s",
-        Seconds(0),
+        SecondsRange(0),
         "Delete files of the log whose newest record is older, in seconds.",
     ),
     (

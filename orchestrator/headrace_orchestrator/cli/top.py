@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headrace.client.sync_client import Client
 from headrace.errors import Unavailable
-from headrace.server.option_types import Seconds
+from headrace.server.option_types import SecondsRange
 from headrace.wire import messages
 from headrace_orchestrator.cli import runs
 from headrace_orchestrator.cli.output import (
@@ -41,7 +41,7 @@ WORKER_COLUMNS = ("worker", "pool", "slots", "leased", "seen", "state")
     "interval_s",
     default=1.0,
     show_default=True,
-    type=Seconds(0.1, 3600),
+    type=SecondsRange(0.1, 3600),
     help="Seconds.",
 )
 @click.option("--once", is_flag=True, help="Print once. Default if the output is piped.")

@@ -47,7 +47,7 @@ class Headline(NamedTuple):
     details: list[str]
 
 
-class Pool(NamedTuple):
+class PoolWorkers(NamedTuple):
     """A pool and its workers, silent ones last."""
 
     name: str
@@ -222,11 +222,11 @@ def worker_state(worker: WorkerStatus) -> str:
     return "draining" if worker.draining else "working" if worker.leased else "idle"
 
 
-def _pools(workers: list[WorkerStatus]) -> list[Pool]:
+def _pools(workers: list[WorkerStatus]) -> list[PoolWorkers]:
     by_name: dict[str, list[WorkerStatus]] = {}
     for worker in sorted(workers, key=lambda worker: (worker.pool, worker.silent, worker.worker)):
         by_name.setdefault(worker.pool, []).append(worker)
-    return [Pool(name, members) for name, members in sorted(by_name.items())]
+    return [PoolWorkers(name, members) for name, members in sorted(by_name.items())]
 
 
 def _list(words: list[str]) -> str:

@@ -83,8 +83,8 @@ class AsyncConnectionPool:
             self._session = self._aiohttp.ClientSession(
                 connector=self._aiohttp.TCPConnector(limit=MAX_CONNECTIONS), trust_env=False
             )
-            # Otherwise it repeats some requests itself, and hides that the first may have been carried out. There is no
-            # public switch.
+            # Otherwise it repeats some requests itself, and hides that the first may have been carried out. aiohttp
+            # has only a private switch.
             self._session._retry_connection = False
         return self._session
 

@@ -10,7 +10,7 @@ import click
 from headrace.bounds import MAX_SECONDS
 
 
-class Seconds(click.FloatRange):
+class SecondsRange(click.FloatRange):
     """A finite number of seconds."""
 
     def __init__(self, low: float, high: float = MAX_SECONDS) -> None:

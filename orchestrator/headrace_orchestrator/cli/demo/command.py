@@ -14,7 +14,7 @@ import click
 from rich.live import Live
 
 from headrace.errors import SetupError
-from headrace.server.option_types import Seconds
+from headrace.server.option_types import SecondsRange
 from headrace_orchestrator.cli.demo import display
 from headrace_orchestrator.cli.demo.processes import DemoService, demo_service
 from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, has_learned, uniform_guesses
@@ -31,7 +31,7 @@ SECONDS = 90.0
 
 @click.command(short_help="Train a tiny policy to guess a number, from nothing.")
 @click.option("--versions", default=VERSIONS, show_default=True, type=click.IntRange(1, 9999), help="Learner steps.")
-@click.option("--seconds", default=SECONDS, show_default=True, type=Seconds(1), help="Time limit of the demo.")
+@click.option("--seconds", default=SECONDS, show_default=True, type=SecondsRange(1), help="Time limit of the demo.")
 @click.option(
     "--data",
     type=click.Path(path_type=Path, file_okay=False),

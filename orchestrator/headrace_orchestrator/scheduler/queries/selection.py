@@ -148,7 +148,7 @@ def _checked(rule: SelectionRule, groups: _Eligible) -> Iterator[Group]:
         for group in rule.order(groups):
             if not groups.has(group):
                 shown = f"group {group.id}" if isinstance(group, Group) else repr(group)[:MAX_VALUE]
-                raise rule_failure(groups.name, f"yielded {shown}, which is no eligible group of the pull")
+                raise rule_failure(groups.name, f"yielded {shown}, which is not an eligible group of the pull")
             if group.dispatch_order in yielded:
                 raise rule_failure(groups.name, f"yielded group {group.id} twice")
             yielded.add(group.dispatch_order)

@@ -73,7 +73,7 @@ class WorkerState:
 
     @property
     def process(self) -> str:
-        """Its name, with its instance if it has one: a supervisor may give a name to many processes."""
+        """The name of its process, with the instance if it has one: a supervisor may give a name to many processes."""
         return f"{self.name} (process {self.instance})" if self.instance else self.name
 
     def take_over(self, instance: str) -> None:

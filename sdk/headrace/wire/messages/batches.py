@@ -137,6 +137,6 @@ class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     session: str
     doing: Doing
     heartbeat_s: HeartbeatInterval = 0.0
-    """As in ``PullRequest``."""
+    """The interval of its reports, as in ``PullRequest``."""
     renewal: bool = False
     """The client repeats the last report by itself, for the leases and as a heartbeat."""

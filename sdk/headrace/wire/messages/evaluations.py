@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.trajectory import Failure, Status, Task
-from headrace.wire.messages.fields import CallKey, Duration, Temperature
+from headrace.wire.messages.fields import CallKey, Duration, RequestTemperature
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,7 +18,7 @@ class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     episodes_per_task: int = 1
     version: str = ""
     """Default: the current version."""
-    temperature: Temperature | None = None
+    temperature: RequestTemperature | None = None
     """Default: the run's. 0, or ``MIN_TEMPERATURE`` and more."""
     deadline_s: Duration = 600.0
     key: CallKey = ""

@@ -8,14 +8,14 @@ import msgspec
 
 from headrace.bounds import MAX_ENTRIES, MAX_LABEL, MAX_REFERENCE, MAX_SECONDS, MAX_TEMPERATURE
 
-Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+RequestLabel = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 
 CallKey = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 """A name of one call, made by the client, by which the service recognizes a repeat."""
 
-Labels = Annotated[list[Label], msgspec.Meta(max_length=MAX_ENTRIES)]
+Labels = Annotated[list[RequestLabel], msgspec.Meta(max_length=MAX_ENTRIES)]
 
-Reference = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REFERENCE)]
+RequestReference = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REFERENCE)]
 """A path, an address, or another text of one line."""
 
 Note = Annotated[str, msgspec.Meta(max_length=MAX_REFERENCE)]
@@ -24,7 +24,7 @@ Note = Annotated[str, msgspec.Meta(max_length=MAX_REFERENCE)]
 Duration = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 """Seconds."""
 
-Temperature = Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)]
+RequestTemperature = Annotated[float, msgspec.Meta(ge=0, le=MAX_TEMPERATURE)]
 
 Gauges = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=MAX_REFERENCE)], float], msgspec.Meta(max_length=MAX_ENTRIES)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.wire.messages.fields import Reference
+from headrace.wire.messages.fields import RequestReference
 
 PolicyServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
 """unknown: not contacted yet. serving: takes requests. syncing: paused for new weights. draining: finishes its requests
@@ -51,4 +51,4 @@ class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_default
 class PolicyServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Adds, drains or removes a policy server of a run. ``address``: as in ``policy.endpoints``."""
 
-    address: Reference
+    address: RequestReference

@@ -63,8 +63,8 @@ def drawn(groups: Any) -> Any:
         (lambda groups: None, "raised TypeError"),
         (5, "raised TypeError"),
         (lambda groups: cycle([next(groups.in_order())]), "yielded group g0 twice"),
-        (lambda groups: repeat("g0"), "yielded 'g0', which is no eligible group"),
-        (lambda groups: (None for _ in groups.in_order()), "yielded None, which is no eligible group"),
+        (lambda groups: repeat("g0"), "yielded 'g0', which is not an eligible group"),
+        (lambda groups: (None for _ in groups.in_order()), "yielded None, which is not an eligible group"),
         (lambda groups: (type(group)(*[None] * 9) for group in groups.in_order()), "raised TypeError"),
         (draws_for_ever, "read groups without end"),
         (draws_none_for_ever, "read groups without end"),
@@ -93,7 +93,7 @@ def test_an_order_yields_no_group_of_another_run_or_one_that_is_stale_or_taken(m
     harness.batch()
     harness.submit("h0", "h1", "h2")
     harness.work()
-    with pytest.raises(SelectionRuleFailed, match="yielded group g0, which is no eligible group of the pull"):
+    with pytest.raises(SelectionRuleFailed, match="yielded group g0, which is not an eligible group of the pull"):
         harness.pull("other", learner="other")
 
 
