@@ -39,14 +39,14 @@ def row(run: messages.RunStatus) -> list[str]:
     ]
 
 
+PROBLEMS = ("no-rows", "policy-outdated", "prompts-differ", "workers-lost")
+"""Codes of reasons that people have to act on, beside those that end with ``-failing``."""
+
+
 def problems(run: messages.RunStatus) -> list[str]:
-    """Sentences about persistent failures and episodes without rows, whether or not the learner waits, and about a
-    weight sync in progress."""
-    failing = [
-        reason.message
-        for reason in run.reasons
-        if reason.code.endswith("-failing") or reason.code in ("no-rows", "prompts-differ")
-    ]
+    """Sentences about what people have to act on, whether or not the learner waits, and about a weight sync in
+    progress."""
+    failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing") or reason.code in PROBLEMS]
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
 
@@ -58,7 +58,7 @@ def runs(url: str | None, token: str | None) -> None:
 
     `groups` counts groups in flight. `queued` and `leased` count current episodes, with the policy servers'
     capacity if known; `done` counts episodes that finished or used up a budget. `reward` is the mean of the last
-    256 episodes. Persistent failures are listed below the table.
+    256 episodes. Problems that somebody has to act on are listed below the table.
 
     \b
     Example:

@@ -6,6 +6,7 @@
 * A connection is refused only if every other one has an accepted token and carries a request.
 * Connections on which no token was accepted have a lower limit of their own, because anyone may open them. It holds for
   those that had time to send a request: after a restart a whole fleet connects at once.
+* A burst of silent connections is closed down to that limit, also if no other client connects after it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,18 @@ class ConnectionLimit:
             other.abort()
         self._unknown[connection] = now
         return True
+
+    def close_late(self) -> None:
+        """Close the oldest connections without an accepted token that had time to send a request, down to their
+        limit. Call it every ``FIRST_REQUEST_S``."""
+        now = self._clock()
+        for _ in range(len(self._unknown) - self.most_unknown):
+            connection = self._oldest_unknown() if self._has_late_one(now) else None
+            if connection is None:
+                return
+            self._count_closed(now)
+            self.remove(connection)
+            connection.abort()
 
     def accept(self, connection: Connection) -> None:
         """Note that a token was accepted on the connection."""

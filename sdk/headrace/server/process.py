@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from headrace.server.connection_limit import limit_for_descriptors
+from headrace.server.connection_limit import FIRST_REQUEST_S, ConnectionLimit, limit_for_descriptors
 from headrace.server.descriptors import raise_descriptor_limit
 from headrace.server.listener import BACKLOG
 from headrace.server.request_timeouts import RequestTimeouts
@@ -76,10 +76,18 @@ async def http_server(
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
+    closing = asyncio.create_task(_close_late_connections(limit))
     try:
         yield task
     finally:
+        closing.cancel()
         server.should_exit = True
         await asyncio.wait({task})
         server.abort_connections()  # of clients that did not read their response in time
     task.result()
+
+
+async def _close_late_connections(limit: ConnectionLimit) -> None:
+    while True:
+        await asyncio.sleep(FIRST_REQUEST_S)
+        limit.close_late()

@@ -62,15 +62,12 @@ def test_close_ends_a_run_and_prints_its_state(headrace: Headrace, stub: StubSer
 # runs and top
 
 
-def failing() -> wire.RunStatus:
-    reason = wire.Reason(code="policy-failing", message="The policy is failing: 9 of the last 10 attempts.")
-    return run_status(reasons=[reason])
-
-
-def test_persistent_failures_are_shown_even_while_the_learner_trains(headrace: Headrace, stub: StubServer) -> None:
-    stub.on("GET /v1/runs", ok([failing()]))
-    assert "guess: The policy is failing: 9 of the last 10 attempts." in headrace("runs").stderr
-    assert "9 of the last 10" in top.verdict(failing())
+@pytest.mark.parametrize("code", ["policy-failing", "workers-lost", "policy-outdated", "no-rows", "prompts-differ"])
+def test_problems_are_shown_even_while_no_learner_waits(headrace: Headrace, stub: StubServer, code: str) -> None:
+    run = run_status(reasons=[wire.Reason(code=code, message="Something is wrong.")])
+    stub.on("GET /v1/runs", ok([run]))
+    assert "guess: Something is wrong." in headrace("runs").stderr
+    assert "Something is wrong" in top.verdict(run)
 
 
 def test_a_silent_worker_is_told_from_those_that_are_there() -> None:

@@ -98,6 +98,19 @@ def test_that_limit_holds_for_those_that_had_time_to_send_a_request():
     assert [connection.aborted for connection in fleet] == [True, *[False] * 19]
 
 
+def test_a_burst_of_silent_connections_is_closed_down_to_that_limit_though_no_other_client_connects():
+    now = [0.0]
+    limit = ConnectionLimit(100, 2, lambda: now[0])
+    worker, burst = Connection(), [Connection() for _ in range(6)]
+    opened(limit, worker, accept=True)
+    opened(limit, *burst)
+    limit.close_late()
+    assert not any(c.aborted for c in burst)  # they may still send a request
+    now[0] = FIRST_REQUEST_S
+    limit.close_late()
+    assert [c.aborted for c in (*burst, worker)] == [True, True, True, True, False, False, False]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["open", "accept", "remove"]), st.integers(0, 30)), max_size=60))
 def test_the_open_connections_never_exceed_the_limits(steps: list[tuple[str, int]]):
     limit = limit_of(5, most_unknown=3, step_s=FIRST_REQUEST_S)

@@ -74,8 +74,8 @@ class Versions:
                 return
         raise VersionUnknown(
             f"Version {version} was never announced; the current version is {self.now}.",
-            hint="Announce each version as soon as its weights are loaded. Restart a policy server that another run "
-            "has trained.",
+            hint="Announce each version as soon as its weights are loaded. If another run has trained the policy "
+            "server, close that run and restart the server.",
         )
 
 
