@@ -217,7 +217,8 @@ def episode_rewards(rewards: npt.ArrayLike, offsets: npt.ArrayLike) -> F64:
 
 def group_statistics(experience: Experience) -> GroupStatistics:
     """Moments of episode rewards within each (group, agent), with sizes and flags."""
-    return _group_statistics(experience, episode_rewards(experience.rewards, experience.offsets))
+    totals = episode_rewards(experience.rewards, experience.offsets)
+    return _group_statistics(experience, totals, largest_error(experience.rewards, experience.offsets))
 
 
 def advantages(
@@ -244,18 +245,22 @@ def advantages(
         )
     returns = returns_to_go(experience.rewards, experience.offsets, gamma)
     totals = episode_rewards(experience.rewards, experience.offsets)
-    groups = _group_statistics(experience, totals)
-    trained = np.ones(len(returns), np.bool_) if experience.trained is None else experience.trained
+    error_bound = largest_error(experience.rewards, experience.offsets)
+    groups = _group_statistics(experience, totals, error_bound)
+    trained = experience.trained
+    if trained is not None and trained.all():
+        trained = None  # as without the array, which spares a copy for each use
     values = _values(name, estimator, Inputs(experience, returns, totals, groups, ddof, eps), trained)
     whitening = None
     if estimator.whiten:
-        weights = experience.tokens[trained] if weighting == "token" else None
-        whitening = Moments.of(values[trained], weights)
-        values = _whitened(values, whitening, ddof, eps, _smallest_error(experience, whitening.std()))
-    return Estimate(returns, np.where(trained, values, 0.0), groups, whitening)
+        weights = experience.tokens if weighting == "token" else None
+        whitening = _moments(values, weights, trained)
+        values = _whitened(values, whitening, ddof, eps, _smallest_error(experience, whitening.std(), error_bound))
+    served = values.copy() if trained is None else np.where(trained, values, 0.0)
+    return Estimate(returns, served, groups, whitening)
 
 
-def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools) -> F64:
+def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools | None) -> F64:
     """The values of an estimator, f64[turns], finite in float32 for the trained turns. Raises EstimatorFailed."""
     if name in _BUILT_IN:
         return estimator.values(inputs)
@@ -273,7 +278,8 @@ def _values(name: str, estimator: Estimator, inputs: Inputs, trained: Bools) -> 
             hint=hint,
             estimator=name,
         )
-    wrong = np.flatnonzero(trained & ~(np.abs(values) <= np.finfo(np.float32).max))
+    is_wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
+    wrong = np.flatnonzero(is_wrong if trained is None else is_wrong & trained)
     if len(wrong):
         raise EstimatorFailed(
             f"Estimator {name!r} returned {values[wrong[0]]:g} for turn {wrong[0]} of {turns}, which is not a finite "
@@ -350,7 +356,7 @@ def gae_token(
     return _gae(at_tokens, v, bounds, gamma_per_token, lambda_per_token, terminated, bootstrap_values)
 
 
-def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
+def _group_statistics(experience: Experience, totals: F64, error_bound: float) -> GroupStatistics:
     index = experience.groups
     count = int(index.max()) + 1 if len(index) else 0
     if experience.expected is not None:
@@ -364,24 +370,24 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
     mean = first + _sums(index, totals - first[index], count) / at_least_one
     deviation = totals - mean[index]
     m2 = _sums(index, deviation * deviation, count)
-    flat = _are_flat(experience, np.sqrt(m2 / at_least_one))
+    flat = _are_flat(experience, np.sqrt(m2 / at_least_one), error_bound)
     expected = actual if experience.expected is None else experience.expected
     return GroupStatistics(n, mean, m2, expected, actual, actual == 1, flat & (actual > 1))
 
 
-def _are_flat(experience: Experience, spread: F64) -> Bools:
+def _are_flat(experience: Experience, spread: F64, error_bound: float) -> Bools:
     """True for each group whose spread is at most the smallest rounding error of its rewards, bool[groups]."""
-    close = spread <= largest_error(experience.rewards, experience.offsets)
-    if np.any(close & (spread > 0.0)):
+    close = spread <= error_bound
+    if close.any() and spread[close].any():
         error = np.full(len(spread), np.inf)
         np.minimum.at(error, experience.groups, reward_errors(experience.rewards, experience.offsets))
         return spread <= error
     return close
 
 
-def _smallest_error(experience: Experience, spread: float) -> float:
+def _smallest_error(experience: Experience, spread: float, error_bound: float) -> float:
     """The smallest rounding error of any agent episode's rewards; 0 for a spread that is larger than any."""
-    if not 0.0 < spread <= largest_error(experience.rewards, experience.offsets):
+    if not 0.0 < spread <= error_bound:
         return 0.0
     return float(reward_errors(experience.rewards, experience.offsets).min())
 
@@ -389,6 +395,13 @@ def _smallest_error(experience: Experience, spread: float) -> float:
 def _sums(index: I64, values: F64, count: int) -> F64:
     """The sums of values by index, f64[count]."""
     return np.bincount(index, values, count).astype(np.float64, copy=False)
+
+
+def _moments(values: F64, weights: I64 | None, trained: Bools | None) -> Moments:
+    """The moments of the values of the trained turns; None for ``trained``: of all."""
+    if trained is None:
+        return Moments.of(values, weights)
+    return Moments.of(values[trained], None if weights is None else weights[trained])
 
 
 def _whitened(values: F64, moments: Moments, ddof: int, eps: float, error: float) -> F64:

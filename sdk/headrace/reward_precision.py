@@ -22,25 +22,32 @@ FLOAT32_ROUNDING_LEVEL = 1e-6
 """Largest rounding error of a sum of float32 rewards, relative to the larger of 1 and the sum of their magnitudes:
 about eight units in the last place. For float64 it is ``ROUNDING_LEVEL``."""
 
-_FLOAT32 = struct.Struct("<f")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_pack, _unpack = struct.Struct("<f").pack, struct.Struct("<f").unpack
 
 
 def reward_error(rewards: list[float]) -> float:
     """The rounding error of the sum of an agent's rewards in an episode."""
-    if len(rewards) == 1:  # the most common number, at a third of the cost
-        (reward,) = rewards
-        level = FLOAT32_ROUNDING_LEVEL if _FLOAT32.unpack(_FLOAT32.pack(reward))[0] == reward else ROUNDING_LEVEL
-        return level * max(1.0, abs(reward))
-    level = FLOAT32_ROUNDING_LEVEL if array("f", rewards).tolist() == rewards else ROUNDING_LEVEL
-    return level * max(1.0, math.fsum(map(abs, rewards)))
+    if len(rewards) > 1:
+        rewards = list(filter(None, rewards))  # most turns give none
+    if len(rewards) == 1:  # the most common number, at half the cost
+        reward = rewards[0]
+        magnitude = abs(reward)
+        is_float32 = magnitude <= _MAX_FLOAT32 and _unpack(_pack(reward))[0] == reward
+    else:
+        magnitude = math.fsum(map(abs, rewards))
+        is_float32 = array("f", rewards).tolist() == rewards
+    level = FLOAT32_ROUNDING_LEVEL if is_float32 else ROUNDING_LEVEL
+    return level * magnitude if magnitude > 1.0 else level
 
 
 def largest_error(rewards: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64]) -> float:
     """A bound of all ``reward_errors``, at a fraction of their cost."""
     if not len(rewards):
         return FLOAT32_ROUNDING_LEVEL
-    largest, longest = max(rewards.max(), -rewards.min()), np.diff(offsets).max()
-    return FLOAT32_ROUNDING_LEVEL * max(1.0, float(largest) * int(longest))
+    # The sum of n magnitudes is at most the root of n times their norm, and a norm costs one product.
+    longest = int(np.maximum.reduce(offsets[1:] - offsets[:-1]))
+    return FLOAT32_ROUNDING_LEVEL * max(1.0, math.sqrt(longest * float(rewards @ rewards)))
 
 
 def reward_errors(rewards: npt.NDArray[np.float64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -240,6 +240,16 @@ def test_turns_outside_rows_have_returns_but_are_not_counted(name: str) -> None:
         assert estimate.advantages[0] == 6.0 - 3.75
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_array_that_marks_every_turn_as_trained_changes_nothing(name: str) -> None:
+    experience = experience_from([AgentEpisode(0, [0.0, 5.0, 1.0], [2, 90, 2]), AgentEpisode(0, [1.0, 0.5], [2, 3])])
+    without = advantages(name, experience, gamma=0.5)
+    marked = advantages(name, experience._replace(trained=np.ones(5, np.bool_)), gamma=0.5)
+    assert marked.advantages.tolist() == without.advantages.tolist()
+    assert marked.whitening == without.whitening
+    assert not np.shares_memory(without.advantages, without.returns)
+
+
 def test_rewards_of_an_episode_are_not_discounted() -> None:
     assert episode_rewards([1.0, 2.0, 4.0], [0, 2, 2, 3]).tolist() == [3.0, 0.0, 4.0]
 

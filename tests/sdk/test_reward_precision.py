@@ -17,6 +17,11 @@ def test_rewards_that_are_all_float32_numbers_came_in_float32() -> None:
     assert reward_error([0.1, 1.0]) == pytest.approx(1.1e-12)
 
 
+def test_a_reward_beyond_float32_that_an_earlier_version_accepted_has_the_error_of_float64() -> None:
+    assert reward_error([1e50]) == pytest.approx(1e38)
+    assert reward_error([0.0, 1e50, -1e50]) == pytest.approx(2e38)
+
+
 def test_the_error_grows_with_the_magnitudes_that_were_added_not_with_their_sum() -> None:
     assert reward_error([4096.0, -4096.0]) == pytest.approx(8192 * FLOAT32_ROUNDING_LEVEL)
     assert reward_error([]) == FLOAT32_ROUNDING_LEVEL

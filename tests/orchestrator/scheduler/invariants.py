@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from headrace_orchestrator.scheduler.events import USABLE
 from headrace_orchestrator.scheduler.state.eligible.draw_weights import equal_weight, weight_function
 from headrace_orchestrator.scheduler.state.eligible.eligible_index import EligibleIndex
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, COMPLETE, Episode, Group
@@ -98,7 +99,9 @@ def _check_ledger(run: Run) -> None:
 def _check_group(run: Run, group: Group) -> None:
     members = Counter(episode.state for episode in group.members)
     live = members["queued"] + members["leased"] + members["cancelling"]
-    usable = len(group.trajectories) if group.state in COMPLETE else sum(episode.is_usable for episode in group.members)
+    usable = sum(episode.state in USABLE and bool(episode.rewards) for episode in group.members)
+    if group.state in COMPLETE:
+        usable = len(group.trajectories)
     context = f"group {group.id} is {group.state} with {dict(members)}; its history: {group.history}"
     _require(group.live == live, f"it counts {group.live} live members: {context}")
     _require(len({e.id for e in group.members}) == len(group.members), f"a member is listed twice: {context}")

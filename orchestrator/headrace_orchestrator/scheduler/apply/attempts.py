@@ -133,10 +133,11 @@ def attempt_cancelled(state: SchedulerState, event: events.AttemptCancelled, now
 def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float) -> None:
     episode = state.episodes[event.episode]
     run, group, before = state.runs[event.run], episode.group, episode.state
-    episode.require_move(event.status, "EpisodeEnded")
-    if before in AT_WORKER:
-        state.holder_of(episode).attempts.pop(episode.id, None)
+    usable = event.is_usable
+    holder = state.holder_of(episode) if before in AT_WORKER else None
     episode.end(event)
+    if holder is not None:
+        holder.attempts.pop(episode.id, None)
     assign_dispatch_order(run, group, now)
     count_ended(run, group, before)
     if event.status == "failed":
@@ -152,33 +153,34 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
         newest = event.low if event.high is None else event.high
         if newest is not None and episode.version is not None:
             run.policy_servers.take_result(event.servers or (IN_PROCESS,), episode.version, newest)
-        if event.is_usable:
+        if usable:
             run.rewards.append(sum(event.rewards.values()))
         elif event.is_rowless:
             run.count_rowless(event)
     if group.state == "retired":
         review(run, group)
     else:
-        _add_result(run, group, event)
+        _add_result(run, group, event, usable)
         run.set_cut_deadline(group, now)
 
 
-def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
+def _add_result(run: Run, group: Group, event: events.EpisodeEnded, usable: bool) -> None:
     """Add the result of a member to a group in flight."""
     if group.evaluation is None and group.compare_prompt(event.first_prompt):
         run.count_prompts_differ(group.task.environment)
-    group.rowless += event.is_rowless
-    if event.is_usable:
+    if usable:
         group.usable += 1
         group.row_tokens += event.row_tokens
         group.longest_row = max(group.longest_row, event.longest_row)
+    elif event.is_rowless:
+        group.rowless += 1
     if group.evaluation is None:
         group.held_bytes += event.size_bytes
         run.ledger.held_bytes += event.size_bytes
         run.ledger.unfinished -= 1
         if event.by_worker:
             run.ledger.learn_size(event.size_bytes)
-    is_plain = group.live and event.is_usable and not group.rowless and _is_in_bound(run, event)
+    is_plain = group.live and usable and not group.rowless and _is_in_bound(run, event)
     if not is_plain or group.prompts_differ or run.is_too_long(group):
         review(run, group)
 

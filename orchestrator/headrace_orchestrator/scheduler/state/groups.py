@@ -174,11 +174,6 @@ class Episode:
         self.failure = event.failure
         self.by_worker = event.by_worker
 
-    @property
-    def is_usable(self) -> bool:
-        """True if its trajectory may enter a batch: it ended without a failure, and has a row."""
-        return self.state in USABLE and bool(self.rewards)
-
 
 def _append_step(history: list[tuple[str, str]], to: str, cause: str) -> None:
     history.append((to, cause))
@@ -296,11 +291,11 @@ class Group:
 
     def compare_prompt(self, first_prompt: str) -> bool:
         """Note the first prompt of a member that ended; returns True where it is the first one that differs."""
-        self.first_prompt = self.first_prompt or first_prompt
-        if self.prompts_differ or not first_prompt or first_prompt == self.first_prompt:
+        if first_prompt == self.first_prompt or not first_prompt or self.prompts_differ:
             return False
-        self.prompts_differ = True
-        return True
+        self.prompts_differ = bool(self.first_prompt)
+        self.first_prompt = self.first_prompt or first_prompt
+        return self.prompts_differ
 
     @property
     def cut(self) -> bool:
@@ -311,7 +306,7 @@ class Group:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""
         versions = list(self.kept_versions)
         for episode in self.members:
-            if episode.is_usable:
+            if episode.state in USABLE and episode.rewards:
                 if episode.low is not None:
                     versions.append(episode.low)
                 if episode.high is not None:
@@ -328,18 +323,22 @@ class Group:
     def release_members(self) -> None:
         """Drop the members of a complete group, except the parts that batches need."""
         self.kept_versions = tuple(dict.fromkeys(self.versions()))
-        self.packed_trajectories = pack([episode.trajectory for episode in self.members if episode.is_usable])
+        self.packed_trajectories = pack([episode.trajectory for episode in self._usable_members()])
         self.members = []
+
+    def _usable_members(self) -> list[Episode]:
+        """Members whose trajectories may enter a batch: they ended without a failure, and have a row."""
+        return [episode for episode in self.members if episode.state in USABLE and episode.rewards]
 
     def has_zero_variance(self) -> bool:
         """True if each agent has rows in at least two members, all with the same rewards up to rounding errors."""
-        rewards: dict[str, list[float]] = {}
-        errors: dict[str, list[float]] = {}
-        for episode in self.members:
-            if episode.is_usable:
-                for agent, reward in episode.rewards.items():
-                    rewards.setdefault(agent, []).append(reward)
-                    errors.setdefault(agent, []).append(episode.reward_errors.get(agent, 0.0))
-        return bool(rewards) and all(
-            len(values) > 1 and are_equal(values, errors[agent]) for agent, values in rewards.items()
-        )
+        usable = self._usable_members()
+        for agent in {agent for episode in usable for agent in episode.rewards}:
+            values = [episode.rewards[agent] for episode in usable if agent in episode.rewards]
+            if len(values) < 2:
+                return False
+            if values.count(values[0]) < len(values):
+                errors = [episode.reward_errors.get(agent, 0.0) for episode in usable if agent in episode.rewards]
+                if not are_equal(values, errors):
+                    return False
+        return bool(usable)

@@ -38,7 +38,11 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
                 version = (run.lineage, run.n)
                 low = version if low is None or version < low else low
                 high = version if high is None or version > high else high
-    agents = sorted(trained) if head.status in SCORED else ()
+    rewards: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for agent in sorted(trained) if head.status in SCORED else ():
+        rewards[agent] = math.fsum(turn_rewards[agent])
+        errors[agent] = reward_error(turn_rewards[agent])
     lowest = None if low is None else Version(*low)
     return EpisodeEnded(
         run=head.run,
@@ -49,8 +53,8 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
         task=head.task,
         status=head.status,
         failure=head.failure,
-        rewards={agent: math.fsum(turn_rewards[agent]) for agent in agents},
-        reward_errors={agent: reward_error(turn_rewards[agent]) for agent in agents},
+        rewards=rewards,
+        reward_errors=errors,
         low=lowest,
         high=lowest if high is None or high == low else Version(*high),
         turns=turns,
