@@ -64,6 +64,9 @@ _NO_RUNTIME_ADAPTERS = (
     "rank, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 )
 
+CHECK_ANSWER_TIMEOUT_S = 60.0
+"""Deadline for each answer of a server that checks files. It answers at once while it hashes them."""
+
 PENDING_PAUSE_S = 0.1
 """Pause before a server that hashes files is asked again."""
 
@@ -159,7 +162,12 @@ class PolicyServerCalls:
     async def _check(self, address: str, method: str, weights: Weights) -> list[LoadResult]:
         """Check files, and wait while the server hashes them. It serves requests meanwhile."""
         while True:
-            results = await self._rpc(address, method, weights)
+            try:
+                async with timeout(CHECK_ANSWER_TIMEOUT_S):
+                    results = await self._rpc(address, method, weights)
+            except TimeoutError as error:
+                detail = f"it did not answer {method} within {CHECK_ANSWER_TIMEOUT_S:.3g} s"
+                raise PolicyFailure(detail, kind="timeout", retryable=True) from error
             if not any(result.pending for result in results):
                 return results
             await asyncio.sleep(PENDING_PAUSE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ class Engine:
         self.names = ["math@0.3"]
         self.name_at_load = ""
         self.pending_answers = 0
+        self.hangs = False
         self.arguments: list[list[str]] = []
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -47,6 +49,8 @@ class Engine:
             case "/collective_rpc":
                 self.name_at_load = self.names[-1]
                 self.arguments.append(body["args"])
+                if self.hangs:
+                    await asyncio.Event().wait()
                 if self.pending_answers and len(self.arguments) > self.pending_answers:
                     return web.json_response({"results": [{}]})
                 return web.json_response({"results": self.results})
@@ -126,6 +130,18 @@ async def test_a_check_waits_while_a_server_hashes_files_and_sends_the_digest(mo
         weights = Weights(path="/weights", digest="ab.cd")
         assert await calls.carry_out(PolicyServerCall("check", address, 10.0, Version(0, 4), weights)) is None
     assert engine.arguments == [["/weights", "ab.cd"]] * 4
+
+
+async def test_a_server_that_hangs_in_a_check_is_noticed_before_the_time_that_hashing_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(calls_module, "CHECK_ANSWER_TIMEOUT_S", 0.05)
+    engine = Engine([])
+    engine.hangs = True
+    async with served(engine) as (calls, address):
+        weights = Weights(path="/weights")
+        problem = await calls.carry_out(PolicyServerCall("check", address, 600.0, Version(0, 4), weights))
+    assert problem == CallProblem("timeout", "it did not answer headrace_check within 0.05 s", untouched=True)
 
 
 async def test_a_server_is_loaded_only_while_it_is_paused():

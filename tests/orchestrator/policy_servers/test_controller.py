@@ -6,7 +6,7 @@ import pytest
 
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.policy_servers.controller import PROBE_EVERY_S, Controller, SyncFailed
+from headrace_orchestrator.policy_servers.controller import CHECK_TIMEOUT_S, PROBE_EVERY_S, Controller, SyncFailed
 from headrace_orchestrator.policy_servers.server_state import ProbeResult
 from tests.orchestrator.policy_servers.simulation import World
 
@@ -66,7 +66,7 @@ def check_settles(world: World, n: int) -> None:
     for engine in world.engines.values():
         engine.up = True
     world.announce(n + 1)
-    world.pass_time(150.0)  # a check of files may take a minute
+    world.pass_time(CHECK_TIMEOUT_S + 90.0)  # a lost check is given up after its deadline
     assert states(world) == dict.fromkeys([A, B, C], ("serving", f"0.{n + 1}"))
     assert all(engine.paused_at is None for engine in world.engines.values())
 

@@ -47,7 +47,7 @@ async def test_g13_damaged_files_are_found_before_any_server_is_paused(tmp_path:
         await run_at_version_7(deployed)
         paused = [server.paused_s for server in (await deployed.servers()).servers]
         damages = [
-            (8, messages.Weights(path=str(tmp_path / "nowhere")), "No such file", WeightsMissing),
+            (8, messages.Weights(path=str(tmp_path / "nowhere")), "does not exist", WeightsMissing),
             (9, cut_short(deployed.write(9)), "cut short", WeightsDamaged),
             (10, misshapen(tmp_path / "misshapen"), "has shape", WeightsDoNotFit),
         ]
