@@ -12,14 +12,14 @@ any other text. Encoding it removes the separators.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import msgspec
 
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.renderers.base import part_text
+from headrace_workers.renderers.base import AssistantTurn, part_text
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
 
 SEPARATOR = "\ufdd0"
@@ -102,11 +102,16 @@ class ControlTokens:
             separated += [msgspec.structs.replace(part, text=separate(part.text)) for part in parts]
         return separated
 
-    def separate_turn(self, token_ids: Sequence[int], text: str) -> str:
-        """The separated text of a sampled turn, without separators in the control tokens that were sampled."""
-        sampled = sum(map(self._texts.__contains__, token_ids))
+    def separate_turn(self, turn: AssistantTurn, stops: Container[int]) -> str:
+        """The separated text of a sampled turn, without separators in the control tokens that were sampled. A last id
+        of ``stops`` is not in the text."""
+        text, token_ids = turn.text, turn.token_ids
         spelled = self._all.count(text)
-        if not spelled or spelled == sampled:
+        if not spelled:
+            return _escape(text)
+        if token_ids[-1] in stops:
+            token_ids = token_ids[:-1]
+        if spelled == sum(map(self._texts.__contains__, token_ids)):
             return _escape(text)
         pieces = [
             (is_control, self._tokenizer.decode(list(run)))
@@ -197,10 +202,8 @@ class _SpelledTokens:
         self._normalize = tokenizer.normalizer_of(texts.keys())
 
     def count(self, text: str) -> int:
-        count = sum(1 for _ in self._pattern.finditer(text))
-        return (
-            count if count or self._normalize is None else sum(1 for _ in self._pattern.finditer(self._normalize(text)))
-        )
+        count = len(self._pattern.findall(text))
+        return count if count or self._normalize is None else len(self._pattern.findall(self._normalize(text)))
 
     def separate(self, text: str) -> str:
         text = _escape(text)

@@ -146,9 +146,8 @@ class FamilyRenderer:
         separate = self._control_tokens.separate_json
         parsed = self._parse(reply.token_ids)
         if isinstance(parsed, Exception) or any(_to_call(call).error for call in parsed.tool_calls):
-            has_end = reply.token_ids[-1] in self.stop_token_ids
-            ids = reply.token_ids[:-1] if has_end else reply.token_ids
-            return {"role": "assistant", "content": self._control_tokens.separate_turn(ids, reply.text)}
+            text = self._control_tokens.separate_turn(reply, self.stop_token_ids)
+            return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": separate(parsed.content)}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = separate(parsed.reasoning_content)

@@ -58,6 +58,7 @@ class TemplateRenderer:
         self._stops: dict[int, str] = {tokenizer.added_tokens[self._end]: self._end} if self._end else {}
         self._stops |= {id_: tokenizer.decode([id_]) for id_ in tokenizer.eos_token_ids if id_ not in self._stops}
         self.stop_token_ids: Sequence[int] = tuple(self._stops)
+        self._ids_of_stops = {text: tokenizer.encode(text) for text in self._stops.values()}
 
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         messages = list(map(self._to_message, conversation))
@@ -132,8 +133,7 @@ class TemplateRenderer:
             self._rewrites.add(role)
 
     def _separated(self, turn: AssistantTurn) -> str:
-        has_end = turn.token_ids[-1] in self._stops
-        return self._control_tokens.separate_turn(turn.token_ids[:-1] if has_end else turn.token_ids, turn.text)
+        return self._control_tokens.separate_turn(turn, self._stops)
 
     def _images(self, conversation: Sequence[ConversationItem]) -> list[str]:
         """Names of the assets shown to the policy as images."""
@@ -162,8 +162,8 @@ class TemplateRenderer:
         return self._encode_after(next(iter(self._stops.values())), text)
 
     def _encode_after(self, mark: str, text: str) -> list[int]:
-        """Encode a text that follows a special token: alone, some tokenizers would put a space before it."""
-        before = self._tokenizer.encode(mark)
+        """Encode a text that follows the text of a stop token: alone, some tokenizers would put a space before it."""
+        before = self._ids_of_stops[mark]
         ids = self._control_tokens.encode(mark + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._control_tokens.encode(text)
 
