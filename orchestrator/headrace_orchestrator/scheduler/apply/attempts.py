@@ -65,7 +65,8 @@ def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version
     episode.version = version
     episode.begun = False
     group = episode.group
-    assign_dispatch_order(run, group, now)
+    if group.dispatch_order < 0:
+        assign_dispatch_order(run, group, now)
     if group.evaluation is None:
         run.queued -= 1
         run.leased += 1
@@ -138,7 +139,8 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
     episode.end(event)
     if holder is not None:
         holder.attempts.pop(episode.id, None)
-    assign_dispatch_order(run, group, now)
+    if group.dispatch_order < 0:
+        assign_dispatch_order(run, group, now)
     count_ended(run, group, before)
     if event.status == "failed":
         _count_failure(run, episode, event.failure)
@@ -166,7 +168,8 @@ def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float)
 
 def _add_result(run: Run, group: Group, event: events.EpisodeEnded, usable: bool) -> None:
     """Add the result of a member to a group in flight."""
-    if group.evaluation is None and group.compare_prompt(event.first_prompt):
+    is_other = event.first_prompt != group.first_prompt and group.evaluation is None
+    if is_other and group.compare_prompt(event.first_prompt):
         run.count_prompts_differ(group.task.environment)
     if usable:
         group.usable += 1

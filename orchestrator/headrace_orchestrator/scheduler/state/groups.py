@@ -291,11 +291,11 @@ class Group:
 
     def compare_prompt(self, first_prompt: str) -> bool:
         """Note the first prompt of a member that ended; returns True where it is the first one that differs."""
-        if first_prompt == self.first_prompt or not first_prompt or self.prompts_differ:
-            return False
-        self.prompts_differ = bool(self.first_prompt)
         self.first_prompt = self.first_prompt or first_prompt
-        return self.prompts_differ
+        if self.prompts_differ or not first_prompt or first_prompt == self.first_prompt:
+            return False
+        self.prompts_differ = True
+        return True
 
     @property
     def cut(self) -> bool:
@@ -333,12 +333,14 @@ class Group:
     def has_zero_variance(self) -> bool:
         """True if each agent has rows in at least two members, all with the same rewards up to rounding errors."""
         usable = self._usable_members()
-        for agent in {agent for episode in usable for agent in episode.rewards}:
-            values = [episode.rewards[agent] for episode in usable if agent in episode.rewards]
+        rewards = [episode.rewards for episode in usable]
+        if rewards and rewards.count(rewards[0]) == len(rewards):
+            return len(rewards) > 1
+        for agent in {agent for one in rewards for agent in one}:
+            values = [one[agent] for one in rewards if agent in one]
             if len(values) < 2:
                 return False
-            if values.count(values[0]) < len(values):
-                errors = [episode.reward_errors.get(agent, 0.0) for episode in usable if agent in episode.rewards]
-                if not are_equal(values, errors):
-                    return False
+            errors = [episode.reward_errors.get(agent, 0.0) for episode in usable if agent in episode.rewards]
+            if not are_equal(values, errors):
+                return False
         return bool(usable)

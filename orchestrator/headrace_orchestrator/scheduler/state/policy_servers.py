@@ -87,11 +87,12 @@ class PolicyServersState:
     def take_result(self, addresses: Iterable[str], began: Version, newest: Version) -> None:
         """Take the newest version in a result, and the version that was held when its attempt began. Where the service
         loads the weights, it knows the versions by itself."""
+        sampled = self.sampled
         for address in addresses:
-            self.sampled.pop(address, None)
-            self.sampled[address] = newest
-        while len(self.sampled) > REMEMBERED_SAMPLED:
-            del self.sampled[next(iter(self.sampled))]
+            sampled.pop(address, None)
+            sampled[address] = newest
+        while len(sampled) > REMEMBERED_SAMPLED:
+            del sampled[next(iter(sampled))]
         self.confirmed = self.target is not None or newest >= began
 
     def _remember(self, digest: str, version: Version) -> None:
