@@ -95,7 +95,7 @@ class ServiceRuntime:
 
     async def _run(self, request: messages.RunRequest, limits: Limits) -> ExecResult:
         body = await self._connection.post(
-            f"{API}/run", request, self._wait_s + limits.wall_s, is_safe=self._repeatable
+            f"{API}/run", request, self._wait_s + limits.whole_s, is_safe=self._repeatable
         )
         result = _decode(body, ExecResult)
         self.isolation = result.isolation
@@ -118,7 +118,7 @@ class ServiceSandbox:
 
     async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         request = messages.CommandRequest(command=command, limits=limits)
-        return _decode(await self._connection.post(f"{self._path}/run", request, limits.wall_s), ExecResult)
+        return _decode(await self._connection.post(f"{self._path}/run", request, limits.whole_s), ExecResult)
 
     async def session(self, kind: SessionKind) -> ServiceSession:
         name = _decode(await self._connection.post(f"{self._path}/sessions", messages.SessionRequest(kind=kind)), str)
@@ -166,7 +166,7 @@ class ServiceSession:
 
     async def run(self, cell: str, limits: Limits) -> ExecResult:
         request = messages.CellRequest(cell=cell, limits=limits)
-        return _decode(await self._connection.post(f"{self._path}/run", request, limits.wall_s), ExecResult)
+        return _decode(await self._connection.post(f"{self._path}/run", request, limits.whole_s), ExecResult)
 
     async def interrupt(self) -> None:
         await self._connection.post(f"{self._path}/interrupt")

@@ -24,6 +24,9 @@ Fault = Literal["", "program", "limit"]
 LONGEST_S = sys.float_info.max
 """The longest time: any finite number. Infinity and NaN are refused."""
 
+WHOLE_S, WHOLE_FACTOR = 300.0, 20.0
+"""``whole_s`` is the first plus so many times ``wall_s``."""
+
 MOST = 1 << 62
 """The largest size; the kernel accepts twice as much, and runtimes add their own needs."""
 
@@ -49,7 +52,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of an execution. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for a
     value outside ``RANGES``.
 
-    ``wall_s``: time from the start of the program; waiting for a sandbox and making one do not count.
+    ``wall_s``: time that the program computes or sleeps from its start on; waiting for a sandbox, making one, and
+    waiting for processors that others use do not count. ``whole_s`` bounds all of it.
     ``cpu_s``: processor time of all its processes; None: bounded by ``wall_s`` only. ``memory_bytes``: of all its
     processes together, files in memory included. ``pids``: processes and threads at a time. ``cpus``: share of
     processors, 0.5 is half of one. ``kept_bytes``: bytes of each output stream that the result keeps.
@@ -73,6 +77,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 check_range(name, value, least, most)
+
+    @property
+    def whole_s(self) -> float:
+        """The longest time from the start of the program on a busy machine; after it, it ends with a failure of
+        ours."""
+        return min(LONGEST_S, WHOLE_S + WHOLE_FACTOR * self.wall_s)
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
@@ -138,6 +148,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one execution. Either ``exit_code`` or ``signal`` is set; neither if it was killed for time or output.
 
     ``queue_s``, ``start_s`` and ``wall_s`` are separate: waiting for a sandbox, making one, and the program itself.
+    ``work_s``: the part of ``wall_s`` that counted for its limit; None where it is not measured.
     ``lost``: the reason that the sandbox or session cannot be used any more, if the program caused that; it is then the
     program's fault, and exit code and signal may be unknown.
     """
@@ -150,6 +161,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     start_s: float
     queue_s: float = 0.0
+    work_s: float | None = None
     lost: str | None = None
     usage: Usage
     isolation: Isolation

@@ -161,6 +161,7 @@ async def test_a_service_shares_itself_fairly_among_runs(tmp_path: Path) -> None
 
 async def test_a_runtime_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxes, "OVERHEAD_S", 0.0)
+    monkeypatch.setattr("headrace_sandbox.result.WHOLE_S", 0.0)
     hangs = ScriptedRuntime(lambda program: asyncio.sleep(60))
     record = await play(
         Script(say("x")),
@@ -209,6 +210,24 @@ async def test_the_time_of_a_program_is_working_time() -> None:
         limits={"working_time_s": 3.0},
     )
     assert (record.status, record.stop_reason) == ("truncated", "working_time")
+
+
+async def test_the_time_in_which_others_kept_a_program_from_the_processors_is_not_working_time() -> None:
+    clock = Clock()
+
+    def starved(program: PythonProgram) -> Any:
+        clock.now += 20.0
+        return result("1\n", wall_s=20.0, work_s=0.5)
+
+    record = await play(
+        Script(say("x")),
+        lambda: RunsPrograms(turns=3),
+        clock=clock,
+        sandbox=sandbox_of(ScriptedRuntime(starved)),
+        limits={"working_time_s": 3.0, "environment_timeout_s": 2.0},
+    )
+    assert (record.status, record.stop_reason) == ("finished", "terminated")
+    assert [turn.environment_s for turn in record.segments[0].turns] == pytest.approx([0.5] * 3)
 
 
 async def test_the_deadline_of_a_step_stops_while_it_waits_for_a_sandbox() -> None:

@@ -38,8 +38,8 @@ PAUSE_S = 0.2
 """Pause before the second try; twice that before the third."""
 
 OVERHEAD_S = 180.0
-"""Time for a program beyond its own limit: to wait for a sandbox, make one and kill it. Runtimes have shorter deadlines
-of their own; this one is for a runtime that hangs."""
+"""Time for a program beyond its own longest time: to wait for a sandbox, make one and kill it. Runtimes have shorter
+deadlines of their own; this one is for a runtime that hangs."""
 
 QUEUE_S = 120.0
 """Longest wait in the queue of a service; below ``OVERHEAD_S``, so that the service's own answer arrives."""
@@ -144,20 +144,20 @@ class EpisodeSandbox:
         """Open a persistent sandbox; the caller closes it. Programs in it are not retried, because its state changed.
         Raises SandboxFailure."""
         with self.steps.outside_call():
-            return await self._with_retries(template.limits, lambda runtime: runtime.open(template, ttl_s))
+            return await self._with_retries(template.limits.wall_s, lambda runtime: runtime.open(template, ttl_s))
 
     async def _run(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
         with self.steps.outside_call():
-            result = await self._with_retries(limits, call)
-            self.steps.add_work(result.wall_s)
+            result = await self._with_retries(limits.whole_s, call)
+            self.steps.add_work(result.wall_s if result.work_s is None else result.work_s)
             return result
 
-    async def _with_retries(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
+    async def _with_retries(self, program_s: float, call: Callable[[Runtime], Awaitable[T]]) -> T:
         give_up_at = self._clock() + OVERHEAD_S
         number = 1
         while True:
             try:
-                return await self._try(limits, call)
+                return await self._try(program_s, call)
             except SandboxFailure as failure:
                 if failure.kind == BUSY and self._clock() < give_up_at:
                     await asyncio.sleep(failure.extra.get("retry_after_s", PAUSE_S))
@@ -167,14 +167,14 @@ class EpisodeSandbox:
             await asyncio.sleep(PAUSE_S * number)
             number += 1
 
-    async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
-        max_s = limits.wall_s + OVERHEAD_S
+    async def _try(self, program_s: float, call: Callable[[Runtime], Awaitable[T]]) -> T:
+        max_s = program_s + OVERHEAD_S
         try:
             async with timeout(max_s):
                 return await call(await self._worker.runtime(self._domain))
         except TimeoutError:
             raise SandboxFailure(
-                f"The sandbox returned no result within {max_s:g} s for a program that may run {limits.wall_s:g} s.",
+                f"The sandbox returned no result within {max_s:g} s for a program that may take {program_s:g} s.",
                 kind="sandbox-hangs",
                 retryable=True,
             ) from None

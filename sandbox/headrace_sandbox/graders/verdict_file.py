@@ -28,8 +28,8 @@ VERDICT = "verdict"
 WORK = "work"
 """The folder with a submission's files, in a fresh sandbox; a grader's environment names it as WORK."""
 
-SPARE_S = 60.0
-"""Seconds that a fresh sandbox lives beyond the time limit of its grader."""
+SPARE_S = 600.0
+"""Seconds that a fresh sandbox lives beyond the time limit of its grader, which may wait for processors."""
 
 MOST_BYTES = 64
 """Largest size of a verdict file: more than any number needs."""

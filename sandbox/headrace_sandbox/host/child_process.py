@@ -23,6 +23,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.host.descriptors import detach_descriptor, popen_with_pipes
 from headrace_sandbox.host.processes import KILL_S, command_too_large
 from headrace_sandbox.host.watch import RunningProgram
+from headrace_sandbox.host.work_time import look_at_descendants
 
 POLL_S = 0.005
 """Interval of the checks for the end of a killed process."""
@@ -55,6 +56,7 @@ class ChildProcess:
             returncode=self.returncode,
             kill=self._kill,
             cpu_s=self.cpu_s,
+            look=lambda: look_at_descendants(self.process.pid),
         )
 
     def returncode(self) -> int:

@@ -1,7 +1,7 @@
 """Watches one program from outside: its output, its clock, its end.
 
-* The clock is the supervisor's, and starts with the program. When the time or the output is used up, the program is
-  killed together with everything it started.
+* The clock is the supervisor's, starts with the program, and counts its work alone. When the time or the output is used
+  up, the program is killed together with everything it started.
 * Output is read while it is written, so a program never waits for its reader, and is held in bounded memory.
 * The call ends with the main program; its background processes are killed, and only the closing of the pipes is
   awaited.
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from headrace.common.timeouts import timeout
 from headrace_sandbox.host.capture import Capture
 from headrace_sandbox.host.processes import KILL_S, unkillable
+from headrace_sandbox.host.work_time import Look, WorkClock
 from headrace_sandbox.result import LimitName, Limits, Output
 
 READ_BYTES = 256 << 10
@@ -34,7 +35,7 @@ DRAIN_S = 0.5
 class RunningProgram(NamedTuple):
     """A program that runs. ``end`` is a descriptor that becomes readable at its end; ``returncode`` then gives its exit
     status in the convention of ``subprocess``, or None if it is unknown. ``kill`` ends it and everything that it
-    started. ``cpu_s`` gives the processor time of all of it so far."""
+    started. ``cpu_s`` gives the processor time of all of it so far, ``look`` its activity."""
 
     stdin: int
     stdout: int
@@ -43,21 +44,24 @@ class RunningProgram(NamedTuple):
     returncode: Callable[[], int | None]
     kill: Callable[[], None]
     cpu_s: Callable[[], float | None]
+    look: Look
 
 
 class ProgramOutcome(NamedTuple):
     """The end of a program. ``limit``: the one that the supervisor killed it for. ``returncode``: None if no process
-    was left that knows it."""
+    was left that knows it. ``work_s``: the part of ``wall_s`` that counts for its limit."""
 
     returncode: int | None
     limit: LimitName | None
     stdout: Output
     stderr: Output
     wall_s: float
+    work_s: float
 
 
 async def watch_program(program: RunningProgram, stdin: bytes, limits: Limits) -> ProgramOutcome:
-    """Watch a program to its end; closes the descriptors. Raises SandboxFailure ``unkillable``."""
+    """Watch a program to its end; closes the descriptors. Raises SandboxFailure ``unkillable`` or
+    ``program-starved``."""
     watcher = _Watcher(program, stdin, limits)
     try:
         return await watcher.run()
@@ -77,6 +81,7 @@ class _Watcher:
         self._ended = asyncio.Event()
         self._limit: LimitName | None = None
         self._started_at = time.monotonic()
+        self._clock = WorkClock(program.look, limits)
 
     async def run(self) -> ProgramOutcome:
         for descriptor in (self._program.stdin, self._program.stdout, self._program.stderr):
@@ -90,21 +95,24 @@ class _Watcher:
         except BaseException:
             self._program.kill()  # the caller no longer waits for it
             raise
-        wall_s = time.monotonic() - self._started_at
+        wall_s, work_s = time.monotonic() - self._started_at, self._clock.end()
         self._program.kill()  # its background processes
         with contextlib.suppress(TimeoutError):
             async with timeout(DRAIN_S):
                 await self._closed.wait()
         stdout, stderr = (self._captures[fd].output() for fd in (self._program.stdout, self._program.stderr))
-        return ProgramOutcome(self._program.returncode(), self._limit, stdout, stderr, wall_s)
+        return ProgramOutcome(self._program.returncode(), self._limit, stdout, stderr, wall_s, work_s)
 
     async def _until_end(self) -> None:
         cpu_watch = None if self._limits.cpu_s is None else asyncio.create_task(self._watch_cpu(self._limits.cpu_s))
         try:
-            async with timeout(self._limits.wall_s):
-                await self._ended.wait()
-            return
-        except TimeoutError:
+            while (look_in_s := self._clock.next_look_s()) is not None:
+                try:
+                    async with timeout(look_in_s):
+                        await self._ended.wait()
+                    return
+                except TimeoutError:
+                    self._clock.add_look(look_in_s)
             self._stop("time")
         finally:
             if cpu_watch is not None:

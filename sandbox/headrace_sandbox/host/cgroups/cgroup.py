@@ -15,6 +15,7 @@ from typing import Protocol
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.supervisor import this_supervisor
+from headrace_sandbox.host.work_time import Activity, look_at_descendants, look_at_threads
 from headrace_sandbox.result import Limits, Usage
 
 ROOT = Path("/sys/fs/cgroup")
@@ -59,6 +60,10 @@ class Cgroup(Protocol):
         """The processes in it."""
         ...
 
+    def threads(self) -> list[int]:
+        """The threads in it."""
+        ...
+
     def counted_pids(self) -> int:
         """The number of processes and threads that count in it now, including ended ones that were not reaped."""
         ...
@@ -98,6 +103,16 @@ def usage_between(before: Usage, now: Usage) -> Usage:
         memory_kills=now.memory_kills - before.memory_kills,
         refused_pids=now.refused_pids - before.refused_pids,
     )
+
+
+def look_at_group(group: Cgroup, first: int | None, before: Usage | None = None) -> Activity | None:
+    """Look at the programs in a group. ``first``: the process whose descendants they are, for a group that counts
+    nothing. ``before``: the usage at their start, if it was not that of the opened group."""
+    usage = group.usage()
+    if usage.cpu_s is None:
+        return None if first is None else look_at_descendants(first)
+    cpu_s = usage.cpu_s if before is None else usage_between(before, usage).cpu_s
+    return look_at_threads(group.threads, lambda: cpu_s)
 
 
 def no_cgroup(error: OSError) -> SandboxFailure:

@@ -63,6 +63,9 @@ class NoGroup:
     def pids(self) -> list[int]:
         return []
 
+    def threads(self) -> list[int]:
+        return []
+
     def counted_pids(self) -> int:
         return 0
 

@@ -120,6 +120,9 @@ class V1Group:
     def pids(self) -> list[int]:
         return sorted({pid for path in self._procs_files for pid in list_group(path)})
 
+    def threads(self) -> list[int]:
+        return list(list_group(f"{self._folders[-1]}/tasks"))
+
     def counted_pids(self) -> int:
         return int(read_file(f"{self._pids}/pids.current"))
 

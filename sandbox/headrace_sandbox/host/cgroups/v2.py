@@ -83,6 +83,9 @@ class V2Group:
     def pids(self) -> list[int]:
         return list(list_group(f"{self._folder}/cgroup.procs"))
 
+    def threads(self) -> list[int]:
+        return list(list_group(f"{self._folder}/cgroup.threads"))
+
     def counted_pids(self) -> int:
         return int(read_file(self._folder / "pids.current"))
 

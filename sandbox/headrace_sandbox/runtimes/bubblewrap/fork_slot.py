@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.common.timeouts import timeout
-from headrace_sandbox.host.cgroups.cgroup import Cgroup, no_cgroup
+from headrace_sandbox.host.cgroups.cgroup import Cgroup, look_at_group, no_cgroup
 from headrace_sandbox.host.cgroups.pool import LEFT_BYTES
 from headrace_sandbox.host.descriptors import Descriptors, is_readable, memory_file, wait_readable
 from headrace_sandbox.host.processes import KILL_S, kill_pidfd, unkillable
@@ -113,6 +113,7 @@ class Slot:
             returncode=self._returncode,
             kill=self._kill,
             cpu_s=lambda: self.group.usage().cpu_s,
+            look=lambda: look_at_group(self.group, self._child.pid),
         )
 
     async def wait_gone(self) -> Usage:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace.common.timeouts import timeout
-from headrace_sandbox.host.cgroups.cgroup import Cgroup
+from headrace_sandbox.host.cgroups.cgroup import Cgroup, look_at_group, usage_between
 from headrace_sandbox.host.cgroups.pool import CgroupPool
 from headrace_sandbox.host.descriptors import Descriptors, is_readable, memory_file, wait_readable
 from headrace_sandbox.host.layout import PROGRAM_PATH, SCRATCH
@@ -123,6 +123,7 @@ class InitProcess:
             inner.go()
             await inner.wait_bounded()
             end = os.dup(inner.end)
+            first, before = _pid_of_pidfd(pidfd), self.group.usage()
             owned.release(our_stdin, our_stdout, our_stderr)
         running = RunningProgram(
             stdin=our_stdin,
@@ -131,7 +132,8 @@ class InitProcess:
             end=end,
             returncode=lambda: inner.status,
             kill=lambda: kill_pidfd(pidfd),
-            cpu_s=lambda: None,
+            cpu_s=lambda: usage_between(before, self.group.usage()).cpu_s,
+            look=lambda: look_at_group(self.group, first, before),
         )
         return inner, running
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace_sandbox.guest.isolation import is_full
-from headrace_sandbox.host.cgroups.cgroup import Cgroup, CgroupDriver
+from headrace_sandbox.host.cgroups.cgroup import Cgroup, CgroupDriver, look_at_group
 from headrace_sandbox.host.cgroups.detection import find_driver
 from headrace_sandbox.host.cgroups.pool import CgroupPool
 from headrace_sandbox.host.descriptors import (
@@ -185,7 +185,7 @@ class BubblewrapRuntime:
         assert child is not None
         scratch = await wait_scratch_folder(child, pidfd, mounted, stack)
         group.count()
-        program = _running_program(process, pidfd, group, owned)
+        program = _running_program(process, child, pidfd, group, owned)
         os.write(go, b"x")
         return _FreshSandbox(program, pidfd, status, waits, scratch)
 
@@ -248,7 +248,9 @@ def _corrected(outcome: ProgramOutcome, fresh: _FreshSandbox) -> ProgramOutcome:
     return outcome._replace(returncode=None) if was_killed_by_signal(fresh.first) else outcome
 
 
-def _running_program(process: subprocess.Popen[bytes], first: int, group: Cgroup, owned: Descriptors) -> RunningProgram:
+def _running_program(
+    process: subprocess.Popen[bytes], child: int, first: int, group: Cgroup, owned: Descriptors
+) -> RunningProgram:
     streams = [owned.own(detach_descriptor(stream)) for stream in (process.stdin, process.stdout, process.stderr)]
     end = os.pidfd_open(process.pid)
     owned.release(*streams)
@@ -261,6 +263,7 @@ def _running_program(process: subprocess.Popen[bytes], first: int, group: Cgroup
         returncode=lambda: _exit_status(process.wait()),
         kill=lambda: kill_pidfd(first),
         cpu_s=lambda: group.usage().cpu_s,
+        look=lambda: look_at_group(group, child),
     )
 
 

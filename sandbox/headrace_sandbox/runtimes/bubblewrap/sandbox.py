@@ -85,8 +85,9 @@ class BubblewrapSandbox(FileCalls):
         async def why_gone() -> str:
             raise self._failure() or sandbox_lost("The host of a session was killed from outside.")
 
-        usage = self._require_init().group.usage
-        session = HostedSession(SessionBackend(start_host, usage, why_gone, self.isolation))
+        group = self._require_init().group
+        cpus = self._template.limits.cpus
+        session = HostedSession(SessionBackend(start_host, group.usage, why_gone, self.isolation, group.threads, cpus))
         await session.start()
         self._sessions.add(session)
         return session
@@ -124,10 +125,10 @@ class BubblewrapSandbox(FileCalls):
 
     async def _execute(self, request: dict[str, Any], stdin: bytes, limits: Limits, started_at: float) -> ExecResult:
         init = self._require_init()
+        limits = msgspec.structs.replace(limits, cpus=self._template.limits.cpus)
         with os_errors_as_failures(), contextlib.ExitStack() as stack:
             inner, running = await init.start_program(self._request(request), stack)
             before = init.group.usage()
-            running = running._replace(cpu_s=lambda: usage_between(before, init.group.usage()).cpu_s)
             start_s = time.monotonic() - started_at
             inner.go()
             outcome = await watch_program(running, stdin, limits)

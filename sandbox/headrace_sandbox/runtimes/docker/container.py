@@ -73,7 +73,9 @@ class ContainerProgramOutcome(NamedTuple):
     lost: str | None
 
 
-NOT_STARTED = StreamOutcome(started=False, limit=None, kills=0, stdout=Output(), stderr=Output(), wall_s=0.0)
+NOT_STARTED = StreamOutcome(
+    started=False, limit=None, kills=0, stdout=Output(), stderr=Output(), wall_s=0.0, work_s=0.0
+)
 
 
 class ContainerState(NamedTuple):
@@ -162,7 +164,13 @@ class DockerContainer:
         except NotRunning:
             return ContainerProgramOutcome(NOT_STARTED, None, Usage(memory_kills=1), await self.why_gone())
         watcher = StreamWatcher(
-            streams, limits, kills, lambda: self._usage_since(before).cpu_s, marked=True, on_start=on_start
+            streams,
+            limits,
+            kills,
+            lambda: self._usage_since(before).cpu_s,
+            self.threads,
+            marked=True,
+            on_start=on_start,
         )
         outcome = await watcher.run(program.stdin)
         usage = self._usage_since(before)
@@ -204,7 +212,9 @@ class DockerContainer:
             streams.end()
             raise
         before = self.usage()
-        watcher = StreamWatcher(streams, limits, [self.kill], lambda: self._usage_since(before).cpu_s, marked=False)
+        watcher = StreamWatcher(
+            streams, limits, [self.kill], lambda: self._usage_since(before).cpu_s, self.threads, marked=False
+        )
         outcome = await watcher.run(stdin)
         usage = self._usage_since(before)
         state = await self.state()
@@ -362,6 +372,10 @@ class DockerContainer:
                 self._used = self._group.usage()
         return self._used
 
+    def threads(self) -> list[int]:
+        """The threads in it; none where its group cannot be read."""
+        return [] if self._group is None else self._group.threads()
+
     def _usage_since(self, before: Usage) -> Usage:
         return usage_between(before, self.usage()) if self._group is not None else Usage()
 
@@ -392,7 +406,9 @@ def container_result(
     usage = outcome.usage
     if outcome.returncode != 0:
         usage = msgspec.structs.replace(usage, disk_full=container.is_disk_full)
-    program = ProgramOutcome(outcome.returncode, streams.limit, streams.stdout, streams.stderr, streams.wall_s)
+    program = ProgramOutcome(
+        outcome.returncode, streams.limit, streams.stdout, streams.stderr, streams.wall_s, streams.work_s
+    )
     return msgspec.structs.replace(exec_result(program, usage, start_s, isolation), lost=outcome.lost)
 
 

@@ -218,8 +218,8 @@ class DockerRuntime:
         self, image: DockerImage, limits: Limits, command: Sequence[str] | None = None, variables: Sequence[str] = ()
     ) -> AsyncIterator[DockerContainer]:
         """A container for one call."""
-        config = container_settings(image, limits, limits.wall_s + SPARE_S, self._settings, command)
-        container = DockerContainer(self._daemon, {**config, "Env": list(variables)}, limits.wall_s + SPARE_S)
+        config = container_settings(image, limits, limits.whole_s + SPARE_S, self._settings, command)
+        container = DockerContainer(self._daemon, {**config, "Env": list(variables)}, limits.whole_s + SPARE_S)
         try:
             await container.make()
             yield container

@@ -121,7 +121,14 @@ class DockerSandbox(FileCalls):
         if kind == "bash":
             require_program(self._image, "bash", "sessions of bash")
         container = self._require_container()
-        backend = SessionBackend(lambda: self._start_host(kind), container.usage, self._why_host_ended, self.isolation)
+        backend = SessionBackend(
+            lambda: self._start_host(kind),
+            container.usage,
+            self._why_host_ended,
+            self.isolation,
+            container.threads,
+            self._template.limits.cpus,
+        )
         session = HostedSession(backend)
         await session.start()
         self._sessions.add(session)
@@ -144,6 +151,7 @@ class DockerSandbox(FileCalls):
             return lost_result(self._lost, self.isolation)
         container = self._require_container()
         beside = bool(self._hosts)
+        limits = msgspec.structs.replace(limits, cpus=self._template.limits.cpus)
         try:
             outcome = await container.run(program, limits, [self._kill_command, container.kill], beside=beside)
         except BaseException:

@@ -1,7 +1,7 @@
 """Watches one program in a container: its output, its clock, its end.
 
-* The clock is the supervisor's, and starts with the program. When the time or the output is used up, the program is
-  killed.
+* The clock is the supervisor's, starts with the program, and counts its work alone. When the time or the output is used
+  up, the program is killed.
 * Output is read to its end, even after a kill: a daemon whose reader stops does not end containers either. It is held
   in bounded memory.
 * The call ends when the daemon ends the streams; a program's output never decides its outcome.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.capture import Capture
+from headrace_sandbox.host.work_time import WorkClock, look_at_threads
 from headrace_sandbox.result import LimitName, Limits, Output
 from headrace_sandbox.runtimes.docker.daemon import READ_BYTES, Streams
 
@@ -43,6 +44,7 @@ class StreamOutcome(NamedTuple):
     stdout: Output
     stderr: Output
     wall_s: float
+    work_s: float
 
 
 class StreamFrameReader:
@@ -77,7 +79,7 @@ def ignore_failure(call: asyncio.Future[Any]) -> None:
 
 class StreamWatcher:
     """Watches one program. ``kills``: calls that end it, tried in turn. ``cpu_s``: gives its processor time so far, or
-    None where it is not counted.
+    None where it is not counted; then all of its time counts. ``threads`` gives its threads.
 
     ``marked``: the shell that starts the program writes a byte to the output first, which marks the start. ``on_start``
     is called then.
@@ -89,6 +91,7 @@ class StreamWatcher:
         limits: Limits,
         kills: Sequence[Callable[[], Awaitable[None]]],
         cpu_s: Callable[[], float | None],
+        threads: Callable[[], Iterable[int]],
         *,
         marked: bool,
         on_start: Callable[[], None] = lambda: None,
@@ -98,6 +101,8 @@ class StreamWatcher:
         self._kills = kills
         self._kill_calls = 0
         self._cpu_s = cpu_s
+        self._threads = threads
+        self._clock: WorkClock | None = None
         self._on_start = on_start
         self._started = asyncio.Event()
         self._captures = {STDOUT: Capture(limits.kept_bytes), STDERR: Capture(limits.kept_bytes)}
@@ -112,10 +117,12 @@ class StreamWatcher:
         """Start the clock."""
         self._started_at = time.monotonic()
         self._on_start()
+        self._clock = WorkClock(lambda: look_at_threads(self._threads, self._cpu_s), self._limits)
         self._started.set()
 
     async def run(self, stdin: bytes) -> StreamOutcome:
-        """Watch it to its end; closes the streams. Raises SandboxFailure ``unkillable``."""
+        """Watch it to its end; closes the streams. Raises SandboxFailure ``unkillable``,
+        ``program-starved`` or ``sandbox-not-made``."""
         reading = asyncio.create_task(self._read())
         tasks = [reading, asyncio.create_task(self._write(stdin)), asyncio.create_task(self._watch_cpu())]
         try:
@@ -126,36 +133,59 @@ class StreamWatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._streams.end()
         wall_s = time.monotonic() - self._started_at if self._started.is_set() else 0.0
+        work_s = 0.0 if self._clock is None else self._clock.end()
         stdout, stderr = (capture.output() for capture in self._captures.values())
-        return StreamOutcome(self._started.is_set(), self._limit, self._kill_calls, stdout, stderr, wall_s)
+        return StreamOutcome(self._started.is_set(), self._limit, self._kill_calls, stdout, stderr, wall_s, work_s)
 
     async def _until_end(self, reading: asyncio.Task[None]) -> None:
-        started, limit_hit = asyncio.create_task(self._started.wait()), asyncio.create_task(self._limit_hit.wait())
-        try:
-            await asyncio.wait([reading, started], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-            if self._started.is_set():
-                await asyncio.wait(
-                    [reading, limit_hit], timeout=self._limits.wall_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            if reading.done():
-                return
+        failure = await self._until_due(reading)
+        if reading.done():
+            return
+        if failure is None:
             self._stop("time")
-        finally:
-            started.cancel()
-            limit_hit.cancel()
         for kill in self._kills:
             self._kill_calls += 1
             kill_task = asyncio.ensure_future(kill())
             kill_task.add_done_callback(ignore_failure)
             await asyncio.wait([reading, kill_task], timeout=KILL_S)
             if reading.done():
+                break
+        else:
+            raise SandboxFailure(
+                f"The program was killed and did not end within {KILL_S:g} s.",
+                hint="It is blocked in the kernel by a disk or a network file system, or the daemon is very busy.",
+                kind="unkillable",
+                retryable=True,
+            )
+        if failure is not None:
+            raise failure
+
+    async def _until_due(self, reading: asyncio.Task[None]) -> SandboxFailure | None:
+        """Wait for the end of the program, or for its time or output to be used up. Returns the failure of ours for
+        which it is to be killed."""
+        started, limit_hit = asyncio.create_task(self._started.wait()), asyncio.create_task(self._limit_hit.wait())
+        try:
+            await asyncio.wait([reading, started], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._clock is not None:
+                await self._until_any([reading, limit_hit], self._clock)
+            elif not reading.done():
+                return SandboxFailure(
+                    f"The program did not start within {START_S:g} s.", kind="sandbox-not-made", retryable=True
+                )
+        except SandboxFailure as failure:
+            return failure
+        finally:
+            started.cancel()
+            limit_hit.cancel()
+        return None
+
+    async def _until_any(self, ends: list[asyncio.Task[Any]], clock: WorkClock) -> None:
+        """Wait for one of these ends, or until the program's time is over."""
+        while (look_in_s := clock.next_look_s()) is not None:
+            done, _ = await asyncio.wait(ends, timeout=look_in_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
                 return
-        raise SandboxFailure(
-            f"The program was killed and did not end within {KILL_S:g} s.",
-            hint="It is blocked in the kernel by a disk or a network file system, or the daemon is very busy.",
-            kind="unkillable",
-            retryable=True,
-        )
+            clock.add_look(look_in_s)
 
     def _stop(self, limit: LimitName) -> None:
         if self._limit is None:

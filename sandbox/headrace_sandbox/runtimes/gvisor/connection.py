@@ -14,11 +14,12 @@ import asyncio
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.common.timeouts import timeout
 from headrace_sandbox.host.watch import RunningProgram
+from headrace_sandbox.host.work_time import look_at_threads
 from headrace_sandbox.runtimes.gvisor.runsc import RunscProcess, sandbox_not_made
 from headrace_sandbox.runtimes.shared.exec_result import sandbox_lost
 from headrace_sandbox.runtimes.shared.guest_modules import LOAD_MODULES, PYTHON, guest_texts
@@ -142,8 +143,11 @@ class GuestConnection:
         self._await_input(program)
         return program
 
-    def running_program(self, program: GuestProgram, cpu_s: Callable[[], float | None]) -> RunningProgram:
-        """A program for ``watch_program``. ``cpu_s``: gives its processor time so far."""
+    def running_program(
+        self, program: GuestProgram, cpu_s: Callable[[], float | None], threads: Callable[[], Iterable[int]]
+    ) -> RunningProgram:
+        """A program for ``watch_program``. ``cpu_s`` gives its processor time so far, ``threads`` those of its sandbox
+        on this machine."""
         return RunningProgram(
             stdin=program.stdin,
             stdout=program.stdout,
@@ -152,6 +156,7 @@ class GuestConnection:
             returncode=lambda: program.exit.returncode if program.exit else None,
             kill=lambda: self.kill(program),
             cpu_s=cpu_s,
+            look=lambda: look_at_threads(threads, cpu_s),
         )
 
     def kill(self, program: GuestProgram) -> None:

@@ -97,6 +97,10 @@ class GvisorKernel:
             return usage
         return msgspec.structs.replace(usage, peak_memory_bytes=max(0, usage.peak_memory_bytes - self._own_bytes))
 
+    def threads(self) -> list[int]:
+        """The threads of the kernel and its programs on this machine."""
+        return self._group.threads()
+
     async def why_gone(self) -> str:
         """The reason of its end, if its programs brought that about. Raises SandboxFailure ``sandbox-lost`` if it was
         ended from outside."""

@@ -53,7 +53,7 @@ class GvisorRuntime:
     async def run(self, command: SandboxCommand, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         started_at = time.monotonic()
-        sandbox = await self.open(Template(limits=limits), limits.wall_s + RUN_TTL_S)
+        sandbox = await self.open(Template(limits=limits), limits.whole_s + RUN_TTL_S)
         try:
             return _without_loss(await sandbox.run(command, limits, started_at))
         finally:

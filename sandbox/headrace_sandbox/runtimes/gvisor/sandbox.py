@@ -90,8 +90,10 @@ class GvisorSandbox(FileCalls):
         async def start_host() -> GvisorSessionHost:
             return await GvisorSessionHost.start(self._require_kernel().guest, request)
 
-        usage = self._require_kernel().usage
-        hosted = HostedSession(SessionBackend(start_host, usage, self._why_gone, self.isolation))
+        kernel = self._require_kernel()
+        cpus = self._template.limits.cpus
+        backend = SessionBackend(start_host, kernel.usage, self._why_gone, self.isolation, kernel.threads, cpus)
+        hosted = HostedSession(backend)
         await hosted.start()
         self._sessions.add(hosted)
         return GvisorSession(self, hosted)
@@ -130,7 +132,10 @@ class GvisorSandbox(FileCalls):
                 raise
             return lost_result(reason, self.isolation)
         start_s = time.monotonic() - started_at
-        running = kernel.guest.running_program(program, lambda: usage_between(before, kernel.usage()).cpu_s)
+        running = kernel.guest.running_program(
+            program, lambda: usage_between(before, kernel.usage()).cpu_s, kernel.threads
+        )
+        limits = msgspec.structs.replace(limits, cpus=self._template.limits.cpus)
         outcome = await watch_program(running, stdin, limits)
         usage = usage_between(before, kernel.usage())
         if program.exit is not None and program.exit.disk_full:
@@ -146,6 +151,7 @@ class GvisorSandbox(FileCalls):
             stderr=outcome.stderr,
             limit=outcome.limit or limit_hit(usage),
             wall_s=outcome.wall_s,
+            work_s=outcome.work_s,
             start_s=start_s,
             lost=await self._why_gone(),
             usage=usage,

@@ -76,6 +76,7 @@ class ProcessRuntime:
             stderr=outcome.stderr,
             limit=limit,
             wall_s=outcome.wall_s,
+            work_s=outcome.work_s,
             start_s=start_s,
             usage=Usage(cpu_s=child.cpu_s()),
             isolation=self.isolation,

@@ -61,6 +61,7 @@ def exec_result(outcome: ProgramOutcome, usage: Usage, start_s: float, isolation
         stderr=outcome.stderr,
         limit=limit,
         wall_s=outcome.wall_s,
+        work_s=outcome.work_s,
         start_s=start_s,
         usage=usage,
         isolation=isolation,

@@ -1,6 +1,7 @@
 """The supervisor's side of a session: a cell's output, clock and end, for every runtime.
 
-* The clock is the supervisor's. A cell that exceeds its time or its output is stopped; the session goes on.
+* The clock is the supervisor's, and counts the cell's work alone. A cell that exceeds its time or its output is
+  stopped; the session goes on.
 * The host's frames are bounded and validated; a host that does not answer is ended, and recreated.
 * A session that lost its state says so, in the result of the cell that caused it, or of the next one.
 * One cell runs at a time; others wait for it.
@@ -15,7 +16,7 @@ import contextlib
 import json
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.host.capture import Capture
 from headrace_sandbox.host.cgroups.cgroup import usage_between
 from headrace_sandbox.host.tasks import run_to_completion
+from headrace_sandbox.host.work_time import Look, WorkClock, look_at_threads
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import bad_command
 from headrace_sandbox.runtimes.shared.exec_result import limit_hit
@@ -57,7 +59,8 @@ class SessionHost(Protocol):
 
 
 class SessionBackend(NamedTuple):
-    """A runtime's part of a session. ``start_host`` makes a host. ``usage`` gives the sandbox's usage so far.
+    """A runtime's part of a session. ``start_host`` makes a host. ``usage`` gives the sandbox's usage so far,
+    ``threads`` its threads, as far as they can be seen. ``cpus``: the processors of its template.
     ``why_gone`` gives the reason that a host ended by itself, if a program caused it, and raises SandboxFailure if none
     could."""
 
@@ -65,6 +68,8 @@ class SessionBackend(NamedTuple):
     usage: Callable[[], Usage]
     why_gone: Callable[[], Awaitable[str]]
     isolation: Isolation
+    threads: Callable[[], Iterable[int]]
+    cpus: float
 
 
 class HostedSession:
@@ -115,16 +120,17 @@ class HostedSession:
         output = _CellOutput(limits)
         start_s = time.monotonic() - started_at
         started_at = time.monotonic()
+        clock = WorkClock(self._look_since(before), msgspec.structs.replace(limits, cpus=self._backend.cpus))
         self._is_in_cell = True
         try:
             _send(host, b"c", text)
-            end, limit = await self._until_end(host, output, limits)
+            end, limit = await self._until_end(host, output, limits, clock)
         except BaseException:
             await self._end_host()  # the caller no longer waits for the cell
             raise
         finally:
             self._is_in_cell = False
-        wall_s = time.monotonic() - started_at
+        wall_s, work_s = time.monotonic() - started_at, clock.end()
         usage = msgspec.structs.replace(usage_between(before, self._backend.usage()), disk_full=end.disk_full)
         is_killed = limit is not None
         if limit is None and end.status != 0:
@@ -136,6 +142,7 @@ class HostedSession:
             stderr=output.stderr.output(),
             limit=limit,
             wall_s=wall_s,
+            work_s=work_s,
             start_s=start_s,
             queue_s=queue_s,
             lost=end.lost,
@@ -144,14 +151,13 @@ class HostedSession:
         )
 
     async def _until_end(
-        self, host: SessionHost, output: _CellOutput, limits: Limits
+        self, host: SessionHost, output: _CellOutput, limits: Limits, clock: WorkClock
     ) -> tuple[_CellEnd, LimitName | None]:
-        limit: LimitName
+        limit: LimitName = "time"
+        reading = asyncio.create_task(self._read_until_end(host, output, limits.output_bytes))
         try:
-            async with timeout(limits.wall_s):
-                return await self._read_until_end(host, output, limits.output_bytes), None
-        except TimeoutError:
-            limit = "time"
+            if await _ends_in_time(reading, clock):
+                return reading.result(), None
         except _OutputLimitError:
             limit = "output"
         _send(host, b"s", b"")
@@ -161,6 +167,10 @@ class HostedSession:
         except TimeoutError:
             await self._end_host()
             return _CellEnd(None, "The session could not be stopped, and was ended."), limit
+
+    def _look_since(self, before: Usage) -> Look:
+        usage, threads = self._backend.usage, self._backend.threads
+        return lambda: look_at_threads(threads, lambda: usage_between(before, usage()).cpu_s)
 
     async def _read_until_end(self, host: SessionHost, output: _CellOutput, output_bytes: int | None) -> _CellEnd:
         while True:
@@ -204,6 +214,19 @@ def _encode_cell(cell: str) -> bytes:
         return cell.encode()
     except UnicodeEncodeError as error:
         raise bad_command("The cell is not Unicode: it has half a character in it.") from error
+
+
+async def _ends_in_time(reading: asyncio.Task[_CellEnd], clock: WorkClock) -> bool:
+    """True if the task ends before the time of the cell is over, after which it is cancelled."""
+    try:
+        while not reading.done() and (look_in_s := clock.next_look_s()) is not None:
+            await asyncio.wait([reading], timeout=look_in_s)
+            if not reading.done():
+                clock.add_look(look_in_s)
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])  # the next reader must not meet it
+    return not reading.cancelled()
 
 
 def _session_closed() -> SandboxFailure:

@@ -2,7 +2,7 @@
 
 * Before the program starts it drops what it does not need: privileges, system calls, and root's user id.
 * It reports the program's end over a descriptor that the program does not have.
-* It ends at its time limit, and when its parent process has ended, whatever runs in it.
+* It ends after the longest time that the program may take, and when its parent process has ended, whatever runs in it.
 
 Only the standard library, wasmtime and this package are on its path.
 """
@@ -75,7 +75,7 @@ def run(request_descriptor: int, status_descriptor: int) -> None:
     """Run the program of a request, and report its end."""
     with os.fdopen(request_descriptor, "rb") as file:
         request: dict[str, Any] = json.load(file)
-    threading.Thread(target=exit_with_parent, args=(os.getppid(), request["wall_s"]), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(os.getppid(), request["most_s"]), daemon=True).start()
     machine = engine()
     paths = request["modules"].items()
     modules = write_limits.WasmModules(**{name: Module.deserialize_file(machine, path) for name, path in paths})
@@ -111,9 +111,9 @@ def run(request_descriptor: int, status_descriptor: int) -> None:
     os._exit(0)  # the program has nothing left to end in order
 
 
-def exit_with_parent(parent: int, wall_s: float) -> None:
-    """End this process at its time limit, or when its parent has ended."""
-    until = time.monotonic() + wall_s
+def exit_with_parent(parent: int, most_s: float) -> None:
+    """End this process at its last moment, or when its parent has ended."""
+    until = time.monotonic() + most_s
     while time.monotonic() < until and os.getppid() == parent:
         time.sleep(POLL_S)
     os._exit(1)

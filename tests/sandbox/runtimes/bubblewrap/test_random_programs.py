@@ -92,8 +92,8 @@ async def test_random_programs_end_in_time_and_leave_nothing() -> None:
     outcomes = Counter(await asyncio.gather(*(one(FIRST_SEED + number) for number in range(PROGRAMS))))
     print(f"{PROGRAMS} programs in {time.monotonic() - begun_at:.0f} s: {dict(outcomes.most_common(12))}")  # noqa: T201
     assert not [what for what in outcomes if what.startswith(("hang", "failure"))]
-    assert {seed: await outcome(runtime, seed, PATIENT) for seed in COME_TO} == COME_TO
     assert await settled_traces(warm) == warm
+    assert {seed: await outcome(runtime, seed, PATIENT) for seed in COME_TO} == COME_TO
     assert (await runtime.run_code(PythonProgram(code="print('fine')"), LIMITS)).stdout.text == "fine\n"
     await runtime.close()
     assert await settled_traces(nothing) == nothing

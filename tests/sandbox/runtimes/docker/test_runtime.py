@@ -20,6 +20,7 @@ from headrace_sandbox.host.seccomp import ARCHITECTURES, FAMILIES
 from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, SandboxCommand
+from headrace_sandbox.runtimes.docker import stream_watch
 from headrace_sandbox.runtimes.docker.container_settings import BOOT, EXPIRES, OWNER, boot_id, seccomp_profile
 from headrace_sandbox.runtimes.docker.daemon import Daemon, Streams
 from headrace_sandbox.runtimes.docker.runtime import DockerRuntime
@@ -448,6 +449,20 @@ async def test_data_of_the_other_stream_before_the_start_mark_is_kept() -> None:
     reader.feed_data(framed([(2, b"early"), (1, b"."), (1, b"out")]))
     reader.feed_eof()
     writer = Mock(spec=asyncio.StreamWriter, drain=AsyncMock(), transport=Mock())
-    seen = await StreamWatcher(Streams(reader, writer), Limits(), [], lambda: None, marked=True).run(b"")
+    seen = await StreamWatcher(Streams(reader, writer), Limits(), [], lambda: None, list, marked=True).run(b"")
     assert (seen.started, seen.stdout.head, seen.stderr.head) == (True, b"out", b"early")
     writer.transport.abort.assert_called_once()
+
+
+async def test_a_program_that_the_daemon_does_not_start_is_our_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_watch, "START_S", 0.05)
+    reader = asyncio.StreamReader()
+
+    async def kill() -> None:
+        reader.feed_eof()
+
+    writer = Mock(spec=asyncio.StreamWriter, drain=AsyncMock(), transport=Mock())
+    watcher = StreamWatcher(Streams(reader, writer), Limits(), [kill], lambda: None, list, marked=True)
+    with pytest.raises(SandboxFailure) as caught:
+        await watcher.run(b"")
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)

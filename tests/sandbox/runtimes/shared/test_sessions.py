@@ -20,7 +20,7 @@ async def test_a_session_that_is_closed_while_its_host_starts_leaves_no_host() -
         return host
 
     isolation = Isolation(runtime="none", versions={}, active=[])
-    session = HostedSession(SessionBackend(start, Usage, AsyncMock(), isolation))
+    session = HostedSession(SessionBackend(start, Usage, AsyncMock(), isolation, list, 1.0))
     starting = asyncio.ensure_future(session.start())
     await asyncio.sleep(0)
     await session.close()
@@ -39,7 +39,9 @@ async def test_a_session_ends_even_if_its_close_is_cancelled() -> None:
         ended.set()
 
     isolation = Isolation(runtime="none", versions={}, active=[])
-    session = HostedSession(SessionBackend(AsyncMock(return_value=Mock(end=end)), Usage, AsyncMock(), isolation))
+    session = HostedSession(
+        SessionBackend(AsyncMock(return_value=Mock(end=end)), Usage, AsyncMock(), isolation, list, 1.0)
+    )
     await session.start()
     closing = asyncio.ensure_future(session.close())
     await asyncio.sleep(0)
