@@ -130,7 +130,7 @@ def _check_values(trajectory: Trajectory) -> None:
     total_s = timing.wall_s + timing.working_s + timing.policy_s + timing.environment_s + timing.waiting_s
     if not abs(total_s) < math.inf:
         raise NonFiniteValue("A duration of the timing is not a finite number.")
-    if trajectory.infos:
+    if any(trajectory.infos):
         _check_plain("The infos", trajectory.infos)
 
 
