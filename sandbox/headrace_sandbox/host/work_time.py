@@ -1,6 +1,6 @@
 """The time that a program works: it computes, or it sleeps. It is the time that ``wall_s`` limits.
 
-* Waiting for a processor that others use is no work, however many others there are.
+* Waiting for a processor that others use is not work, however many others there are.
 * A program that its own threads or its own quota of processors hold up works: its processor time shows it.
 * A program that sleeps works, whatever it waits for.
 * A program that gets no processor for very long is a failure of ours, and never a verdict.

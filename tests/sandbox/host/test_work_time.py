@@ -38,7 +38,7 @@ class SimulatedProgram:
         return self.clock.work_s / self.now * whole_s
 
 
-def test_waiting_for_a_processor_that_others_use_is_no_work() -> None:
+def test_waiting_for_a_processor_that_others_use_is_not_work() -> None:
     starved = SimulatedProgram(lambda now: 0.0, lambda now: True)
     assert starved.work_after(100.0) == 0.0
     share = SimulatedProgram(lambda now: 0.1 * now, lambda now: True)
