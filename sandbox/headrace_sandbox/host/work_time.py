@@ -38,6 +38,8 @@ program may use all at once."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
+_moments = random.SystemRandom()  # not the global generator, which environments must find as they left it
+
 
 class Activity(NamedTuple):
     """A look at a program: its processor time so far, and True if one of its threads computes or waits for a
@@ -73,7 +75,7 @@ class WorkClock:
         whole_left_s = self._limits.whole_s - (self._clock() - self._started_at)
         if whole_left_s <= 0:
             raise program_starved(self._limits)
-        planned_s = min(left_s, whole_left_s, self._interval_s * random.uniform(0.5, 1.5))
+        planned_s = min(left_s, whole_left_s, self._interval_s * _moments.uniform(0.5, 1.5))
         return max(planned_s, self._interval_s / 8)
 
     def add_look(self, planned_s: float) -> None:
