@@ -304,7 +304,8 @@ class Batch:
         """Validate every record, and recompute manifest and columns.
 
         The advantages of a shard are not recomputed, since they depend on rows in other shards. Raises
-        InvalidTrajectory for an invalid record, InvalidRequest if the batch disagrees with its records.
+        InvalidTrajectory for an invalid record, InvalidRequest if the batch disagrees with its records, and
+        EstimatorFailed if its estimator is unknown here or fails.
         """
         for trajectory in self.trajectories:
             validate(trajectory)
