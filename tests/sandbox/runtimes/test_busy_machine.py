@@ -100,7 +100,8 @@ async def test_an_endless_program_ends_at_its_limit_on_a_busy_machine_too(run_py
     limits = Limits(wall_s=0.3, memory_bytes=1 << 30)  # without groups, the stacks of threads count as memory
     results = await asyncio.gather(*(run_python(code, limits) for _ in range(4)))
     assert [one.limit for one in results] == ["time"] * 4
-    assert max(one.usage.cpu_s or 0.0 for one in results) <= 2 * limits.wall_s
+    # A busy supervisor may look late; a program that starves itself would get far more.
+    assert max(one.usage.cpu_s or 0.0 for one in results) <= 5 * limits.wall_s
 
 
 async def test_a_grade_does_not_depend_on_how_many_submissions_run() -> None:
