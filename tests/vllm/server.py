@@ -35,7 +35,7 @@ BACKGROUND = 5
 """Niceness of what starts while other tests run: they have deadlines."""
 
 
-GENERATION_CONFIG = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+GENERATION_CONFIG = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
 """Sampling defaults of the session's model: no request of Headrace may be sampled with them."""
 
 
