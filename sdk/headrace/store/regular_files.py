@@ -87,12 +87,14 @@ def require_regular_entries(folder: Path) -> None:
     """Raise SetupError if a data directory or a backup has an entry that is neither a regular file nor a folder, in
     itself or in its folders. Files of assets are not listed, because there may be millions. Raises OSError."""
     for entry in _entries(folder):
-        if entry.is_file(follow_symlinks=False):
+        is_file = entry.is_file(follow_symlinks=False)
+        if is_file and entry.name not in _FOLDERS:
             continue
         is_folder = entry.is_dir(follow_symlinks=False)
         if is_folder and "." not in entry.name and entry.name not in _FILES:
             continue
-        what = "symbolic link" if entry.is_symlink() else "folder" if is_folder else "special file"
+        kind = "folder" if is_folder else "regular file" if is_file else "special file"
+        what = "symbolic link" if entry.is_symlink() else kind
         raise SetupError(
             f"{entry.path} is a {what}, and not followed or read: it may lead to files that are not part of {folder}.",
             hint="Move it away, or put the file or folder itself in its place. The folder that you name may be a link.",

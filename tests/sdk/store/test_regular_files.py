@@ -120,3 +120,9 @@ def test_the_folder_that_the_user_names_may_itself_be_a_link(tmp_path: Path):
     (tmp_path / "data" / "log").mkdir(parents=True)
     (tmp_path / "named").symlink_to(tmp_path / "data")
     require_regular_entries(tmp_path / "named")
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x")
+    with pytest.raises(SetupError, match="log is a regular file"):
+        require_regular_entries(tmp_path)
