@@ -1,4 +1,4 @@
-"""One run of the real scheduler on a virtual clock: workers whose episodes take given times, and a learner.
+"""Simulation of a run by the real scheduler on a virtual clock: workers whose episodes take given times, and a learner.
 
 * The scheduler is the product's; only time, workers, policy server and learner are simulated.
 * The same settings give the same result on every machine.

@@ -188,7 +188,7 @@ class RoleProcess:
 
     @property
     def survived_loss(self) -> bool:
-        """Whether it lost its writer and was seen alive after that; the writer may also die while it is killed."""
+        """True if it lost its writer and was seen alive after that; the writer may also die while it is killed."""
         return self.has_lost_its_writer and self._saw_loss
 
     @property

@@ -151,7 +151,7 @@ def _structs_of(kind: Any) -> Iterator[tuple[str, type]]:
 
 
 def is_unbounded(kind: Any) -> bool:
-    """Whether values of this type need a check that the decoder does not make."""
+    """True if values of this type need a check that the decoder does not make."""
     info = msgspec.inspect.type_info(kind)
     options = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
     return any(_is_unbounded(option) for option in options)

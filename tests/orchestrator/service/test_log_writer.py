@@ -251,6 +251,6 @@ def service(data_dir: Path) -> Iterator[Service]:
 
 
 async def is_waiting(session: aiohttp.ClientSession) -> bool:
-    """Whether a worker that asked for work has been heard."""
+    """True if a worker that asked for work has been heard."""
     async with session.get("/v1/status") as answer:
         return "w" in {worker["worker"] for worker in (await answer.json())["workers"]}

@@ -21,7 +21,7 @@ ROUNDING = 0.01
 """Relative error of a set's probability, from logprobs that an engine rounds or computes in another batch."""
 
 CHOOSING_SHARE = 4
-"""One of this many answers chooses the sets to count."""
+"""Number of answers of which one chooses the sets to count."""
 
 
 class ProbedAnswer(NamedTuple):
